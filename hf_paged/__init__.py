@@ -1,0 +1,37 @@
+"""A paged KV cache for Hugging Face transformers.
+
+    from hf_paged import PagedCache, enable_paged_attention
+
+    enable_paged_attention(model)
+    model.generate(**inputs, past_key_values=PagedCache(model.config))
+"""
+
+from hf_paged._layout import check_layout
+
+check_layout()
+
+from hf_paged.attention import IMPLEMENTATION  # noqa: E402
+from hf_paged.cache import PagedCache  # noqa: E402
+from hf_paged.errors import OutOfBlocksError  # noqa: E402
+from hf_paged.kernels.select import use_backend  # noqa: E402
+from hf_paged.patches.enable import (  # noqa: E402
+    disable_paged_attention,
+    enable_paged_attention,
+    paged_attention,
+)
+from hf_paged.pool import BlockPool  # noqa: E402
+from hf_paged.stats import CacheStats  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IMPLEMENTATION",
+    "BlockPool",
+    "CacheStats",
+    "OutOfBlocksError",
+    "PagedCache",
+    "disable_paged_attention",
+    "enable_paged_attention",
+    "paged_attention",
+    "use_backend",
+]

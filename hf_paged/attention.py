@@ -1,0 +1,255 @@
+"""The attention function and the mask function that are registered with transformers as `hf_paged`.
+
+The mask function runs first, on the host, once per forward pass and kind of layer: it sees the padding mask and begins
+the step. Each layer's `update` then writes its blocks and leaves a handle on the tensors it returns. The attention
+function finds the handle and reads the blocks through the kernel, or takes the dense way where the kernel does not
+express what is asked. Without a PagedCache both behave as transformers' own `sdpa`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from hf_paged.cache import HANDLE, CachedLength, Handle, PagedLayer
+
+IMPLEMENTATION = "hf_paged"
+"""The name under which transformers knows us: `attn_implementation="hf_paged"`."""
+
+IGNORED = frozenset(
+    # Passed along by models for other implementations or other modules; they do not change what is attended to here:
+    # order and padding come from the plan of the step, and rotary positions are already in the keys.
+    "position_ids cache_position position_embeddings use_cache output_hidden_states output_router_logits return_dict "
+    "num_items_in_batch logits_to_keep token_type_ids mm_token_type_ids layer_idx is_first_iteration labels "
+    "hidden_states past_key_values cache".split()
+)
+"""Attention kwargs that need nothing from the kernel."""
+
+
+def paged_mask(**kwargs: Any) -> torch.Tensor | None:
+    """Begin the step of a PagedCache, and make a mask where the kernel needs one. Arguments as for transformers'
+    `sdpa_mask`.
+
+    Returns:
+        None where the kernel knows the mask from the plan, else the mask that `sdpa` would get: `[rows, 1, q_len,
+        kv_len]` bool, or None where that is plain causal.
+    """
+    offset = kwargs.get("q_offset")
+    cache = offset.cache() if isinstance(offset, CachedLength) else None
+    if cache is None:
+        return sdpa_mask(**kwargs)
+    kwargs["q_offset"] = int(offset)
+    layer = cache.layers[offset.layer]
+    if not isinstance(layer, PagedLayer):
+        layer = next(layer for layer in cache.layers if isinstance(layer, PagedLayer))
+    group = layer.group
+    step = cache.begin_step(kwargs["batch_size"], kwargs["q_length"], kwargs.get("attention_mask"))
+
+    # Causal order with a window is put together by transformers from closures that cannot be told from those of
+    # chunked attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut.
+    overlaid = kwargs.get("use_vmap", False) or not kwargs.get("allow_is_causal_skip", True)
+    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    is_window = layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
+    plain = not overlaid and (is_causal if layer.kind == "full_attention" else is_window)
+    build = partial(sdpa_mask, **kwargs)
+    if group in step.masks and group not in step.plain_groups:
+        plain = False  # another mask for the same layers was not plain: the plan cannot tell which layer gets which
+    elif not plain:
+        step.plain_groups.discard(group)
+    members = [cache.layers[index] for index in cache.pool.groups[group].layers]
+    if plain and not step.must_be_dense and all(member.hands_over for member in members):
+        mask = None
+    else:
+        mask = build()
+    if plain:
+        step.plain_groups.add(group)
+    step.masks[group] = mask
+    if mask is None:
+        step.build_mask[group] = build
+    return mask
+
+
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over a paged cache, as transformers calls it.
+
+    Args:
+        query: `[rows, heads, q_len, head_dim]`
+        key, value: what `PagedCache.update` returned, or any other keys and values.
+        attention_mask: what `paged_mask` returned, or a custom mask, which is taken the dense way.
+
+    Returns:
+        `[rows, q_len, heads, value_dim]`, zeros at padding; and None for the attention weights, unless
+        `output_attentions` is asked for.
+
+    Raises:
+        NotImplementedError: a keyword argument that is not known, by name.
+    """
+    handle: Handle | None = getattr(key, HANDLE, None)
+    layer = handle.layer() if handle is not None else None
+    if layer is None:
+        return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    step = handle.step
+    intact = getattr(value, HANDLE, None) is handle
+    if not intact and handle.is_fragment:
+        layer.hands_over = False
+        raise RuntimeError(
+            f"{type(module).__name__} now changes its values after updating the cache, which it did not before; run the "
+            "step again on a new cache, which will be served dense tensors"
+        )
+    layer.hands_over = intact
+
+    softcap = kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
+    sinks = kwargs.pop("sinks", None) if sinks is None else sinks
+    window = kwargs.pop("sliding_window", layer.window)
+    output_attentions = kwargs.pop("output_attentions", None)
+    position_bias = kwargs.pop("position_bias", None)
+    for name, argument in kwargs.items():
+        if argument is not None and name not in IGNORED:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name}= to its attention function, which paged attention does not "
+                "know. Use the model with disable_paged_attention(model); a PagedCache still works then"
+            )
+
+    group = layer.group
+    ours = step.masks.get(group)
+    left_to_us = attention_mask is None and group in step.build_mask
+    if (
+        intact
+        and not step.must_be_dense
+        and group in step.plain_groups
+        and (left_to_us or (attention_mask is not None and attention_mask is ours))
+        and dropout == 0.0
+        and not output_attentions
+        and position_bias is None
+        and window == layer.window
+        and query.shape[2] == step.q_len
+        and (step.q_len == 1 or (is_causal if is_causal is not None else getattr(module, "is_causal", True)))
+        and layer.backend.unsupported(query.dtype, layer.storage) is None
+    ):
+        plan = step.on(group, query.device)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
+        if step.q_len == 1:
+            output = layer.backend.decode(query, layer.storage, plan, **options)
+        else:
+            output = layer.backend.prefill(query, key, value, layer.storage, plan, **options)
+        if query.requires_grad and torch.is_grad_enabled():
+            output = _refuse_backward(output, query)
+        return output, None
+
+    if handle.is_fragment:
+        key, value = layer.gather()
+    if left_to_us:
+        attention_mask = step.build_mask[group]()
+    elif attention_mask is not None and attention_mask is not ours:
+        _check_custom_mask(attention_mask, layer)
+    return dense_attention(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        scaling,
+        is_causal,
+        softcap=softcap,
+        s_aux=sinks,
+        output_attentions=output_attentions,
+        position_bias=position_bias,
+    )
+
+
+def dense_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over dense keys and values: transformers' `sdpa`, or written out where that cannot do what is asked
+    (softcap, sinks, returned weights). Shapes as for `paged_attention_forward`."""
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    weights_wanted = kwargs.pop("output_attentions", None)
+    if softcap is None and sinks is None and not weights_wanted:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+    rows, heads, q_len, dim = query.shape
+    group_size = heads // key.shape[1]
+    key, value = repeat_kv(key, group_size), repeat_kv(value, group_size)
+    scores = (query.float() @ key.float().transpose(2, 3)) * (dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if kwargs.get("position_bias") is not None:
+        scores = scores + kwargs["position_bias"]
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if attention_mask is None and q_len > 1 and causal:
+        attention_mask = torch.ones(q_len, key.shape[2], dtype=torch.bool, device=query.device).tril(
+            key.shape[2] - q_len
+        )
+    if attention_mask is not None:
+        if attention_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+        else:
+            scores = scores + attention_mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, heads, 1, 1).expand(rows, heads, q_len, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    weights = torch.nn.functional.dropout(weights, dropout, module.training).to(value.dtype)
+    output = (weights @ value).transpose(1, 2).contiguous()
+    return output, weights if weights_wanted else None
+
+
+def _check_custom_mask(mask: torch.Tensor, layer: PagedLayer) -> None:
+    """A mask that the cache never saw must not show positions that were never stored."""
+    holes = layer.rows.dense_index(layer.group, layer.storage.device)[2]
+    if holes is None:
+        return
+    shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    length = min(shown.shape[-1], holes.shape[-1])
+    if (shown[..., :length] & holes[:, None, None, :length]).any():
+        raise ValueError(
+            "the custom attention mask shows padding, which a PagedCache never stores while paged attention is enabled. "
+            "Mask the padding out, or use a new PagedCache after disable_paged_attention(model)"
+        )
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "a backward pass cannot go through paged attention. Train without a cache (use_cache=False), or run this "
+            "forward pass under torch.no_grad()"
+        )
+
+
+_refuse_backward = _Output.apply
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, paged_mask)

@@ -1,0 +1,232 @@
+"""One decode step of a whole model: DynamicCache with sdpa against PagedCache with paged attention."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from hf_paged.bench.harness import Comparison, compare, measure_read_bandwidth, synchronizer
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+DYNAMIC, PAGED = "dynamic", "paged"
+_BASE_LENGTH = 16  # short enough that a step's time is all but independent of the cache
+
+
+class DecodePoint(NamedTuple):
+    """A batch of rows that are all `length` tokens long."""
+
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length:,}"
+
+
+POINTS = tuple(DecodePoint(batch, length) for batch in (1, 8) for length in (128, 1024, 4096))
+QUICK_POINTS = (DecodePoint(1, 128), DecodePoint(8, 1024))
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """What one point gave.
+
+    Attributes:
+        comparison: seconds of one decode step, by cache.
+        base: the same with a context of a few tokens only: what a step costs before there is a context to read.
+        kv_bytes: bytes of keys and values that attention must read in one step.
+        read_bandwidth: bytes per second at which the machine reads as many bytes that lie in one piece.
+        logit_difference: largest difference of the two sides' logits after all steps, relative to the largest logit.
+        tolerance: what that difference may be, for the dtype.
+    """
+
+    point: DecodePoint
+    comparison: Comparison
+    base: Comparison
+    kv_bytes: int
+    read_bandwidth: float
+    logit_difference: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both sides computed the same."""
+        return self.logit_difference <= self.tolerance
+
+    def context_seconds(self, name: str) -> float | None:
+        """What the context adds to a step of `name`, or None where that drowns in the spread."""
+        full, base = self.comparison.timings[name], self.base.timings[name]
+        added = full.median - base.median
+        return added if added > full.iqr + base.iqr else None
+
+    def context_bandwidth(self, name: str) -> float | None:
+        """Bytes of keys and values over the time that the context adds: the rate of attention within the step."""
+        seconds = self.context_seconds(name)
+        return None if seconds is None else self.kv_bytes * (1 - _BASE_LENGTH / self.point.length) / seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch": self.point.batch,
+            "length": self.point.length,
+            "step": self.comparison.as_dict(),
+            "step_without_context": self.base.as_dict(),
+            "kv_bytes_per_step": self.kv_bytes,
+            "context_bytes_per_s": {name: self.context_bandwidth(name) for name in self.comparison.timings},
+            "read_bytes_per_s": self.read_bandwidth,
+            "logit_difference": self.logit_difference,
+            "agrees": self.agrees,
+        }
+
+
+def measure_decode(
+    model: PreTrainedModel,
+    points: Sequence[DecodePoint] = POINTS,
+    *,
+    block_size: int = 16,
+    rounds: int = 7,
+    steps: int = 4,
+    progress: Callable[[str], object] | None = None,
+) -> Iterator[DecodeResult]:
+    """Time decode steps at each of `points`, one result after the other.
+
+    Both caches hold the same keys and values: those of one row of random tokens, repeated for every row (each row has
+    memory of its own). Both run the same steps in alternation and so stay equally long.
+
+    Args:
+        rounds: how often each side is timed.
+        steps: decode steps in one timing.
+    """
+    from hf_paged import enable_paged_attention
+
+    say = progress or (lambda text: None)
+    say(f"prefill of {max(point.length for point in points):,} tokens")
+    prefix = _prefill(model, max(point.length for point in points))
+    twin = share_weights(model)
+    enable_paged_attention(twin)
+
+    def measure(point: DecodePoint, name: str) -> tuple[Comparison, float]:
+        return _measure_point(
+            {DYNAMIC: model, PAGED: twin},
+            prefix,
+            point,
+            block_size=block_size,
+            rounds=rounds,
+            steps=steps,
+            progress=lambda text: say(f"decode {name}: {text}"),
+        )
+
+    bases: dict[int, Comparison] = {}
+    for point in points:
+        if point.batch not in bases:
+            bases[point.batch], _ = measure(DecodePoint(point.batch, _BASE_LENGTH), f"{point.batch} x {_BASE_LENGTH}")
+        comparison, difference = measure(point, str(point))
+        kv_bytes = sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in prefix) * point.batch * point.length
+        yield DecodeResult(
+            point=point,
+            comparison=comparison,
+            base=bases[point.batch],
+            kv_bytes=kv_bytes,
+            read_bandwidth=measure_read_bandwidth(kv_bytes, model.device),
+            logit_difference=difference,
+            tolerance=16 * torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 1e-3,
+        )
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A second model on the same weights, with a config and hooks of its own."""
+    return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
+
+
+def _measure_point(
+    models: dict[str, PreTrainedModel],
+    prefix: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    point: DecodePoint,
+    *,
+    block_size: int,
+    rounds: int,
+    steps: int,
+    progress: Callable[[str], object],
+) -> tuple[Comparison, float]:
+    """Seconds per decode step of each side, and the relative difference of their last logits."""
+    from transformers import DynamicCache
+
+    from hf_paged import PagedCache
+
+    model = models[DYNAMIC]
+    warmup = 2
+    room = steps * (rounds + warmup)
+    blocks = point.batch * -(-(point.length + room) // block_size)
+    caches = {
+        DYNAMIC: DynamicCache(config=model.config),
+        PAGED: PagedCache(model.config, block_size=block_size, num_blocks=blocks),
+    }
+    for cache in caches.values():
+        _fill(cache, prefix, point)
+    ids = _random_ids(model, (point.batch, room))
+    decoders = {name: _Decoder(models[name], caches[name], point.length, ids) for name in caches}
+    comparison = compare(
+        {name: lambda decoder=decoder: decoder.run(steps) for name, decoder in decoders.items()},
+        repeats=rounds,
+        warmup=warmup,
+        units=steps,
+        sync=synchronizer(model.device),
+        progress=progress,
+    )
+    want, got = decoders[DYNAMIC].logits.float(), decoders[PAGED].logits.float()
+    return comparison, ((got - want).abs().max() / want.abs().max()).item()
+
+
+class _Decoder:
+    """Runs decode steps as generate() does: one token a row, an attention mask that grows, explicit positions."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, length: int, ids: torch.Tensor) -> None:
+        self.model, self.cache, self.length, self.ids = model, cache, length, ids
+        self.done = 0
+        rows, room = ids.shape
+        self.mask = torch.ones(rows, length + room, dtype=torch.long, device=ids.device)
+        self.logits = torch.empty(0)  # [rows, 1, vocabulary] after the first step
+
+    @torch.no_grad()
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            position = self.length + self.done
+            self.logits = self.model(
+                input_ids=self.ids[:, self.done : self.done + 1],
+                attention_mask=self.mask[:, : position + 1],
+                position_ids=torch.tensor([[position]], device=self.ids.device),
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+            self.done += 1
+
+
+@torch.no_grad()
+def _prefill(model: PreTrainedModel, length: int, chunk: int = 512) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of one row of random tokens, by layer: two tensors `[1, kv_heads, length, head_dim]` each."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    for ids in _random_ids(model, (1, length)).split(chunk, dim=1):
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@torch.no_grad()
+def _fill(cache: Cache, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]], point: DecodePoint) -> None:
+    """Store the first `point.length` tokens of `prefix` in every row."""
+    for index, pair in enumerate(prefix):
+        key, value = (t[:, :, : point.length].repeat(point.batch, 1, 1, 1) for t in pair)
+        cache.update(key, value, index)
+
+
+def _random_ids(model: PreTrainedModel, shape: tuple[int, int]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(vocabulary, shape, generator=generator).to(model.device)

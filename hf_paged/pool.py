@@ -1,0 +1,213 @@
+"""The block pool: the physical blocks of all layers, and the books of who holds them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from hf_paged.allocator import BlockAllocator, check_block_size
+from hf_paged.storage import LayerStorage
+
+logger = logging.getLogger("hf_paged")
+
+DEFAULT_FRACTION = 0.5
+"""Share of the memory that is free at first use which a pool may take when it is given no budget."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that see the same tokens through the same kind of attention, and so share block tables.
+
+    Attributes:
+        kind: `full_attention`, `sliding_attention` or `chunked_attention`, as in transformers' `layer_types`.
+        window: tokens that a query sees, itself included, or the chunk size; None for full attention.
+        layers: indices of the layers in the model.
+    """
+
+    kind: str
+    window: int | None
+    layers: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.kind if self.window is None else f"{self.kind}({self.window})"
+
+
+class BlockPool:
+    """Blocks for every layer of a model, shared by the caches that are made on it.
+
+    Each group of layers has its own block ids; within a group, block `b` is the same tokens in every layer. Tensors are
+    made when a layer first stores something, since only then device, dtype and shape are known; the number of blocks
+    is settled at the first of them.
+
+    Args:
+        block_size: tokens per block, a power of two from 1 to 256.
+        num_blocks: blocks per layer. Excludes `max_memory`.
+        max_memory: budget for all layers together: bytes, a string such as `"4GiB"`, or a fraction (a float up to 1.0)
+            of the memory that is free at first use. Without either, half of what is free then: on a CPU the system
+            commits that memory only as blocks are written; on a GPU it is taken at once.
+
+    Raises:
+        ValueError: a size out of range, or both budgets given.
+    """
+
+    def __init__(
+        self, *, block_size: int = 16, num_blocks: int | None = None, max_memory: int | float | str | None = None
+    ) -> None:
+        check_block_size(block_size)
+        if num_blocks is not None and max_memory is not None:
+            raise ValueError("give num_blocks or max_memory, not both")
+        self.block_size = block_size
+        self.groups: tuple[LayerGroup, ...] = ()
+        self.allocators: list[BlockAllocator] = []
+        self.storages: dict[int, LayerStorage] = {}
+        self.lock = threading.RLock()
+        self._num_blocks = num_blocks
+        self._budget = _parse_memory(max_memory)
+        if num_blocks is not None:
+            BlockAllocator(num_blocks, block_size)  # says what is wrong with it now, not at first use
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the number of blocks is known."""
+        return bool(self.allocators)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of the tensors made so far."""
+        return sum(s.bytes_per_block * s.key_blocks.shape[0] for s in self.storages.values())
+
+    def bytes_per_block(self, group: int) -> int:
+        """Bytes that one block of `group` takes over all its layers."""
+        layers = self.groups[group].layers
+        return sum(self.storages[layer].bytes_per_block for layer in layers if layer in self.storages)
+
+    def bind(self, groups: Sequence[LayerGroup]) -> None:
+        """Adopt the layout of a model, or check that it is the one adopted before.
+
+        Raises:
+            ValueError: caches of differently built models cannot share a pool.
+        """
+        with self.lock:
+            if not self.groups:
+                self.groups = tuple(groups)
+                if self._num_blocks is not None:
+                    self._settle_size(self._num_blocks)
+            elif self.groups != tuple(groups):
+                raise ValueError(
+                    f"this pool was made for a model with {_describe(self.groups)}, and cannot hold a cache for one "
+                    f"with {_describe(groups)}; make a pool of its own for each model"
+                )
+
+    def storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerStorage:
+        """The blocks of `layer`, made at the first call to fit `key` and `value` (`[rows, kv_heads, q_len, dim]`).
+
+        Raises:
+            ValueError: the tensors have other heads, widths, dtypes or another device than the layer's blocks.
+            MemoryError: the budget cannot be reserved.
+        """
+        storage = self.storages.get(layer)
+        if storage is None:
+            with self.lock:
+                storage = self.storages.get(layer) or self._make_storage(layer, key, value)
+        have = (storage.key_blocks, storage.value_blocks)
+        if any(
+            h.shape[1] != t.shape[1] or h.shape[3] != t.shape[3] or h.dtype != t.dtype or h.device != t.device
+            for h, t in zip(have, (key, value), strict=True)
+        ):
+            raise ValueError(
+                f"layer {layer} of this cache holds {_describe_kv(*have)}, but was given {_describe_kv(key, value)}; "
+                "a cache and its pool serve one model in one dtype: make a new PagedCache(model.config) for this one"
+            )
+        return storage
+
+    def _make_storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerStorage:
+        per_block = self.block_size * key.shape[1] * (
+            key.shape[3] * key.element_size() + value.shape[3] * value.element_size()
+        )
+        num_layers = sum(len(group.layers) for group in self.groups)
+        if not self.is_sized:
+            free = free_memory(key.device)
+            budget = self._budget if isinstance(self._budget, int) else int(free * (self._budget or DEFAULT_FRACTION))
+            if budget < per_block * num_layers:
+                raise ValueError(
+                    f"max_memory of {budget:,} bytes holds no block: one of {self.block_size} tokens takes "
+                    f"{per_block * num_layers:,} bytes over {num_layers} layers"
+                )
+            self._settle_size(budget // (per_block * num_layers))
+        num_blocks = self.allocators[0].num_blocks
+        try:
+            storage = LayerStorage(
+                num_blocks, self.block_size, key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device
+            )
+        except (RuntimeError, MemoryError) as error:
+            raise MemoryError(
+                f"cannot reserve {num_blocks:,} blocks ({num_blocks * per_block:,} bytes) for layer {layer} on "
+                f"{key.device}: {error}. Give PagedCache a smaller num_blocks or max_memory"
+            ) from error
+        if not self.storages:
+            logger.info(
+                "block pool on %s: %s blocks of %d tokens (%s tokens), %s bytes reserved over %d layers%s",
+                key.device,
+                f"{num_blocks:,}",
+                self.block_size,
+                f"{num_blocks * self.block_size:,}",
+                f"{num_blocks * per_block * num_layers:,}",
+                num_layers,
+                ", committed as they are written" if key.device.type == "cpu" else "",
+            )
+        self.storages[layer] = storage
+        return storage
+
+    def _settle_size(self, num_blocks: int) -> None:
+        # Slots are counted in 32 bits by the kernels' block tables and positions.
+        num_blocks = min(num_blocks, (2**31 - 1) // self.block_size)
+        self.allocators = [BlockAllocator(num_blocks, self.block_size) for _ in self.groups]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on `device` now; for a CPU, what the system calls available."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if device.type == "xpu":
+        return torch.xpu.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _parse_memory(value: int | float | str | None) -> int | float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        raise ValueError(f"max_memory must be bytes, a size such as '4GiB' or a fraction, not {value!r}")
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ValueError(f"max_memory as a fraction must be over 0 and at most 1.0, not {value!r}")
+        return value
+    try:
+        size = convert_file_size_to_int(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"max_memory must be bytes, a size such as '4GiB' or '500MB', or a fraction, not {value!r}"
+        ) from error
+    if size < 1:
+        raise ValueError(f"max_memory must be positive, not {value!r}")
+    return size
+
+
+def _describe(groups: Sequence[LayerGroup]) -> str:
+    return " and ".join(f"{len(group.layers)} layers of {group.name}" for group in groups) or "no attention layers"
+
+
+def _describe_kv(key: torch.Tensor, value: torch.Tensor) -> str:
+    return (
+        f"{key.shape[1]} KV heads of {key.shape[3]}/{value.shape[3]} in "
+        f"{str(key.dtype).removeprefix('torch.')}/{str(value.dtype).removeprefix('torch.')} on {key.device}"
+    )

@@ -1,0 +1,411 @@
+"""The rows of a batch: where each row's tokens stand, in padded order and in its block tables.
+
+transformers counts positions in padded order, where all rows are equally long. Blocks hold only real tokens. This
+module keeps both countings in step: it checks each padding mask against what is stored, decides what a step stores,
+and finds the blocks for it, for all rows and groups or for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hf_paged.allocator import BlockTable
+from hf_paged.plan import StepPlan
+from hf_paged.pool import BlockPool
+
+
+class Rows:
+    """The rows of one cache on a pool. Rows appear with the first step, and go back to the pool with this object.
+
+    Attributes:
+        num_rows: the batch, 0 before the first step.
+        length: padded length, equal for all rows.
+        lengths: padded length that each layer has written, by layer; they differ only within a step.
+        stored_lens: `[num_rows]`: real tokens of each row.
+        tables: per group of layers, the rows' block tables.
+        step: the step that was begun last, until rows are changed in another way.
+    """
+
+    def __init__(self, pool: BlockPool, num_layers: int) -> None:
+        self.pool = pool
+        self.num_layers = num_layers
+        self.tables: list[list[BlockTable]] = []
+        self._clear()
+
+    def __del__(self) -> None:
+        tables, self.tables = getattr(self, "tables", []), []
+        self._release(tables)
+
+    def _clear(self) -> None:
+        self.num_rows = 0
+        self.length = 0
+        self.lengths = [0] * self.num_layers
+        self.stored_lens = np.zeros(0, np.int32)
+        self.tables = []
+        self.step: StepPlan | None = None
+        self._stored = np.zeros((0, 0), bool)  # [rows, capacity]: padded positions whose tokens are in blocks
+        self._unmasked = self._stored  # the same, but finished rows' padding counts as unmasked while generate() runs
+        self._has_holes = False  # some padded position is not stored
+        self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
+        self._finished = np.zeros(0, bool)  # rows that store nothing more
+        self._any_ended = False
+        self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
+        self._stale_arrays = False
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    def begin(self, num_rows: int, q_len: int, mask: np.ndarray | None, *, sees_mask: bool) -> StepPlan:
+        """Plan a forward pass of `q_len` new positions in each of `num_rows` rows. Allocates nothing yet.
+
+        Args:
+            mask: `[num_rows, length + q_len]` bool, True for real tokens; None where every position is real.
+            sees_mask: whether `mask` says all there is to know. If not, every new position is stored.
+
+        Raises:
+            ValueError: other rows than the cache holds, a mask of the wrong size, or one that unmasks a position
+                which was never stored.
+            RuntimeError: the pass before this one stopped half-way; it has been undone.
+        """
+        self.settle()
+        if self.num_rows and num_rows != self.num_rows:
+            raise ValueError(
+                f"this cache holds {self.num_rows} row{'s' if self.num_rows != 1 else ''}, but the batch has {num_rows}. "
+                "Use a new PagedCache, cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
+            )
+        start, end = self.length, self.length + q_len
+        new, must_be_dense = None, False
+        if not sees_mask:
+            if self._has_holes:
+                raise ValueError(
+                    "this cache was filled with paged attention enabled, so the padding of its rows is not stored, and "
+                    "the padding mask of this forward pass cannot be seen to check it. Keep enable_paged_attention("
+                    "model) on for this cache and pass a 2-D attention_mask, or start from a new cache"
+                )
+        elif mask is None:
+            if self._has_holes:
+                raise ValueError(
+                    "no attention_mask was passed, but rows of this cache have padding, which was never stored. Pass "
+                    f"the mask of all {end} positions"
+                )
+        else:
+            if mask.ndim != 2 or mask.shape[0] != num_rows or mask.shape[1] < end:
+                raise ValueError(
+                    f"attention_mask has the shape {list(mask.shape)}, but {num_rows} rows hold {start} positions and "
+                    f"get {q_len} more: it must be [{num_rows}, {end}]. (A prompt that is wholly in the cache already "
+                    "cannot be fed again: crop the cache by at least one token)"
+                )
+            must_be_dense = bool(start) and self._compare(mask[:, :start])
+            new = mask[:, start:end]
+            if new.all():
+                new = None
+        active = None
+        if self._any_ended:
+            active = ~self._finished
+            if not active.all():
+                new = np.broadcast_to(active[:, None], (num_rows, q_len)) & (True if new is None else new)
+
+        stored = self.stored_lens if self.num_rows else np.zeros(num_rows, np.int32)
+        if new is None:
+            positions = stored[:, None] + np.arange(q_len, dtype=np.int32)
+            context_lens = stored + np.int32(q_len)
+        else:
+            counted = np.cumsum(new, axis=1, dtype=np.int32)
+            positions = np.where(new, stored[:, None] + counted - 1, np.int32(-1))
+            context_lens = stored + counted[:, -1]
+        return StepPlan(
+            start=start,
+            q_len=q_len,
+            sees_mask=sees_mask,
+            was_empty=start == 0,
+            new_tokens=new,
+            positions=np.ascontiguousarray(positions, np.int32),
+            context_lens=np.ascontiguousarray(context_lens, np.int32),
+            must_be_dense=must_be_dense,
+            mask=mask,
+        )
+
+    def allocate(self, step: StepPlan) -> None:
+        """Find the blocks of a step and make it the current one: for all rows and groups, or for none.
+
+        The caller copies the blocks that `step.growths` names before anything is written.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+        """
+        pool, num_rows = self.pool, len(step.context_lens)
+        created = not self.num_rows
+        with pool.lock:
+            tables = [[BlockTable() for _ in range(num_rows)] for _ in pool.groups] if created else self.tables
+            counts = (step.context_lens - (0 if created else self.stored_lens)).tolist()
+            growths = []
+            try:
+                for allocator, group in zip(pool.allocators, tables, strict=True):
+                    growths.append(allocator.grow(group, counts))
+            except BaseException:
+                self._undo_growths(growths)
+                raise
+        step.before = {
+            "created": created,
+            "stored_lens": self.stored_lens,
+            "has_holes": self._has_holes,
+            "finishing": self._finishing,
+            "finished": self._finished,
+        }
+        if created:
+            self.num_rows, self.tables = num_rows, tables
+            self._stored = self._unmasked = np.zeros((num_rows, 0), bool)
+            self._finishing = self._finished = np.zeros(num_rows, bool)
+            self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in tables]
+        step.growths, step.allocated = growths, True
+        self.step = step
+        self._record(step)
+        step.block_tables = self._sync_tables(growths)
+
+    def undo(self) -> None:
+        """Take the current step back: blocks, tables and lengths are as before it. Does nothing without one."""
+        step, self.step = self.step, None
+        if step is None or not step.allocated:
+            return
+        self._undo_growths(step.growths)
+        self.length = step.start
+        self.lengths = [min(length, step.start) for length in self.lengths]
+        self.stored_lens = step.before["stored_lens"]
+        self._has_holes = step.before["has_holes"]
+        self._finishing, self._finished = step.before["finishing"], step.before["finished"]
+        self._stale_arrays = True
+        if step.before["created"]:
+            self._clear()
+
+    def settle(self) -> None:
+        """Make sure that the step before was written by every layer that takes part, or take it back."""
+        step = self.step
+        if step is None or step.closed:
+            return
+        if not step.allocated:
+            self.step = None
+        elif not any(length == step.end for length in self.lengths):
+            self.undo()  # it failed before the first layer, and nobody has seen its lengths
+        elif step.start and any(length == step.start for length in self.lengths):
+            self.undo()
+            raise RuntimeError(
+                "the forward pass before this one stopped half-way through the layers. The cache has been put back to "
+                f"the {self.length} positions that it held before it: run that step again"
+            )
+
+    def _compare(self, past: np.ndarray) -> bool:
+        """Whether `past`, the mask of what is stored, hides stored tokens. Raises if it shows what never was."""
+        unmasked = self._unmasked[:, : self.length]
+        if np.array_equal(past, unmasked):
+            return False
+        shown = past & ~unmasked
+        if shown.any():
+            row, position = (int(i) for i in np.argwhere(shown)[0])
+            raise ValueError(
+                f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
+                "end) when it was fed, and so was never stored. Pass the mask that the tokens were fed with, extended "
+                "for the new ones, or start from a new cache"
+            )
+        return True
+
+    def _record(self, step: StepPlan) -> None:
+        start, end = step.start, step.end
+        if end > self._stored.shape[1]:
+            wider = np.zeros((self.num_rows, max(end, 2 * self._stored.shape[1], 64)), bool)
+            wider[:, :start] = self._stored[:, :start]
+            if self._unmasked is self._stored:
+                self._stored = self._unmasked = wider
+            else:
+                unmasked = np.zeros_like(wider)
+                unmasked[:, :start] = self._unmasked[:, :start]
+                self._stored, self._unmasked = wider, unmasked
+        self._stored[:, start:end] = True if step.new_tokens is None else step.new_tokens
+        if self._unmasked is not self._stored:
+            self._unmasked[:, start:end] = True if step.mask is None else step.mask[:, start:end]
+        self._has_holes = self._has_holes or step.new_tokens is not None
+        self.length = end
+        self.stored_lens = step.context_lens
+        if self._any_ended:
+            self._finished, self._finishing = self._finished | self._finishing, np.zeros_like(self._finishing)
+
+    def _sync_tables(self, growths: Sequence) -> list[np.ndarray]:
+        for group, (tables, growth) in enumerate(zip(self.tables, growths, strict=True)):
+            array = self._table_arrays[group]
+            stale = self._stale_arrays
+            if growth.changed or stale:
+                most = max(len(table.blocks) for table in tables)
+                if most > array.shape[1]:
+                    array = np.zeros((self.num_rows, max(most, 2 * array.shape[1], 8)), np.int32)
+                    self._table_arrays[group] = array
+                    stale = True
+            if stale:
+                for row, table in enumerate(tables):
+                    array[row, : len(table.blocks)] = table.blocks
+            else:
+                for row, entry in growth.changed:
+                    blocks = tables[row].blocks
+                    array[row, entry : len(blocks)] = blocks[entry:]
+        self._stale_arrays = False
+        return self._table_arrays
+
+    def _undo_growths(self, growths: Sequence) -> None:
+        with self.pool.lock:
+            for allocator, growth in zip(self.pool.allocators, growths, strict=False):
+                allocator.undo(growth)
+
+    # Rows that end while generate() runs -------------------------------------------------------------------------
+
+    def mark_finished(self, done: np.ndarray) -> None:
+        """Note which rows have ended. A row's last token is stored when it is fed; from then on the row stores nothing.
+
+        Args:
+            done: `[num_rows]` bool.
+        """
+        ended = done & ~self._finished
+        if not ended.any():
+            return
+        if not self._any_ended:
+            self._any_ended = True
+            self._unmasked = self._stored.copy()
+        self._finishing = self._finishing | ended
+
+    def clear_finished(self) -> None:
+        """Let every row store again, as at the end of a generate() call."""
+        self._finishing = np.zeros(self.num_rows, bool)
+        self._finished = np.zeros(self.num_rows, bool)
+        self._any_ended = False
+        self._unmasked = self._stored
+
+    # Whole rows --------------------------------------------------------------------------------------------------
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row `i` what row `indices[i]` was. Rows named twice share blocks; blocks of rows left out are freed.
+
+        Raises:
+            IndexError: an index names no row.
+        """
+        self._end_step()
+        if any(not -self.num_rows <= index < self.num_rows for index in indices):
+            raise IndexError(f"row indices {list(indices)} for a cache of {self.num_rows} rows")
+        old = self.tables
+        with self.pool.lock:
+            self.tables = [
+                [allocator.fork(tables[index]) for index in indices]
+                for allocator, tables in zip(self.pool.allocators, old, strict=True)
+            ]
+            self._release(old)
+        index = np.asarray(indices, np.int64)
+        aliased = self._unmasked is self._stored
+        self.num_rows = len(index)
+        self.stored_lens = self.stored_lens[index]
+        self._stored = self._stored[index]
+        self._unmasked = self._stored if aliased else self._unmasked[index]
+        self._finishing, self._finished = self._finishing[index], self._finished[index]
+        self._table_arrays = [np.zeros((self.num_rows, array.shape[1]), np.int32) for array in self._table_arrays]
+        self._stale_arrays = True
+        if not len(index):
+            self.reset()
+
+    def crop(self, positions: int) -> None:
+        """Remove the last `positions` padded positions of every row."""
+        self._end_step()
+        keep = max(self.length - positions, 0)
+        gone = self._stored[:, keep : self.length].sum(axis=1, dtype=np.int32)
+        with self.pool.lock:
+            for allocator, tables in zip(self.pool.allocators, self.tables, strict=False):
+                for table, count in zip(tables, gone.tolist(), strict=True):
+                    allocator.truncate(table, table.length - count)
+        self.stored_lens = self.stored_lens - gone
+        self.length = keep
+        self.lengths = [min(length, keep) for length in self.lengths]
+        self._has_holes = not self._stored[:, :keep].all()
+        self._stale_arrays = True
+        if not keep:
+            self.reset()
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Give the blocks of `rows` back. The rows stay in the batch, empty, and store nothing more.
+
+        Raises:
+            IndexError: an index names no row.
+        """
+        self._end_step()
+        if any(not -self.num_rows <= row < self.num_rows for row in rows):
+            raise IndexError(f"row indices {list(rows)} for a cache of {self.num_rows} rows")
+        index = np.asarray(rows, np.int64)
+        with self.pool.lock:
+            for allocator, tables in zip(self.pool.allocators, self.tables, strict=True):
+                for row in rows:
+                    allocator.release(tables[row])
+        self.stored_lens = self.stored_lens.copy()
+        self.stored_lens[index] = 0
+        if not self._any_ended:
+            self._any_ended = True
+            self._unmasked = self._stored.copy()
+        self._stored[index, : self.length] = False
+        self._finished = self._finished.copy()
+        self._finished[index] = True
+        self._has_holes = self._has_holes or bool(self.length and len(index))
+        self._stale_arrays = True
+
+    def reset(self) -> None:
+        """Give every block back and forget the rows."""
+        tables = self.tables
+        self._clear()
+        self._release(tables)
+
+    def fork(self, indices: Sequence[int] | None = None) -> Rows:
+        """Rows of their own on the same pool that share every block with these."""
+        self._end_step()
+        twin = Rows(self.pool, self.num_layers)
+        if self.num_rows:
+            twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
+            twin.stored_lens, twin._has_holes, twin._any_ended = self.stored_lens, self._has_holes, self._any_ended
+            twin._finishing, twin._finished = self._finishing, self._finished
+            twin._stored = self._stored.copy()
+            twin._unmasked = twin._stored if self._unmasked is self._stored else self._unmasked.copy()
+            twin._table_arrays = [np.zeros_like(array) for array in self._table_arrays]
+            twin._stale_arrays = True
+            with self.pool.lock:
+                twin.tables = [
+                    [allocator.fork(table) for table in tables]
+                    for allocator, tables in zip(self.pool.allocators, self.tables, strict=True)
+                ]
+            if indices is not None:
+                twin.select(indices)
+        return twin
+
+    # Dense layout ------------------------------------------------------------------------------------------------
+
+    def dense_index(self, group: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Where the tokens of a dense view stand in the blocks: made once a step and group.
+
+        Returns:
+            Blocks and offsets in them, both `[num_rows, length]` int64 on `device`, and where there are positions that
+            are not stored, `[num_rows, length]` bool that is True there.
+        """
+        known = self.step.dense_index if self.step is not None else {}
+        if (group, device) not in known:
+            size = self.pool.block_size
+            slots = np.full((self.num_rows, self.length), -1, np.int64)
+            for row, table in enumerate(self.tables[group] if self.tables else ()):
+                tokens = np.arange(table.length)
+                slots[row, self._stored[row, : self.length]] = (
+                    np.asarray(table.blocks, np.int64)[tokens // size] * size + tokens % size
+                )
+            holes = torch.from_numpy(slots < 0).to(device) if self._has_holes else None
+            slots = torch.from_numpy(slots).clamp_(min=0).to(device)
+            known[group, device] = slots // size, slots % size, holes
+        return known[group, device]
+
+    def _end_step(self) -> None:
+        self.settle()
+        self.step = None
+
+    def _release(self, tables: list[list[BlockTable]]) -> None:
+        with self.pool.lock:
+            for allocator, group in zip(self.pool.allocators, tables, strict=False):
+                for table in group:
+                    allocator.release(table)

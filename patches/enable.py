@@ -1,0 +1,150 @@
+"""Switching a model over to paged attention, and back.
+
+The mechanism is transformers' attention interface: the configs of the model name the implementation, and modules look
+it up at every call. Two hooks and one wrapper go with it (see `generation.py`): a forward pass that fails is undone, a
+`use_cache=False` beside a cache is refused, and rows that finish are noticed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_paged.attention import IMPLEMENTATION
+from hf_paged.cache import PagedCache
+from hf_paged.patches.generation import patch_generation, unpatch_generation
+
+
+@dataclass
+class _Enabled:
+    """What `disable_paged_attention` puts back."""
+
+    implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
+
+
+_enabled: weakref.WeakKeyDictionary[torch.nn.Module, _Enabled] = weakref.WeakKeyDictionary()
+
+
+def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
+    """Let a model's attention read the blocks of a `PagedCache` where they are. Enabling twice is harmless.
+
+    Without a PagedCache the model behaves as with `attn_implementation="sdpa"`, training included.
+
+    Args:
+        model: a transformers model, or a wrapper that holds one (PEFT).
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: not a transformers model.
+        NotImplementedError: the model computes attention in its own code; the message names it.
+    """
+    core = _find_model(model)
+    if core in _enabled:
+        return model
+    submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
+    refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
+    if refused is not None:
+        raise NotImplementedError(
+            f"{type(refused).__name__} computes attention in its own code instead of through transformers' attention "
+            "interface, so paged attention cannot be enabled for it. A PagedCache works with it as it is: its layers "
+            "are handed dense tensors gathered from the blocks"
+        )
+    state = _Enabled()
+    try:
+        seen: set[int] = set()
+        for submodel in submodels:
+            if id(submodel.config) not in seen:
+                seen.add(id(submodel.config))
+                state.implementations.append((submodel.config, submodel.config._attn_implementation_internal))
+                submodel.config._attn_implementation_internal = IMPLEMENTATION
+        state.hooks.append(core.register_forward_pre_hook(_before_forward, with_kwargs=True))
+        state.hooks.append(core.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
+        patch_generation(core)
+    except BaseException:
+        _restore(core, state)
+        raise
+    _enabled[core] = state
+    return model
+
+
+def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo `enable_paged_attention`: every setting is what it was before. Harmless on a model that is not enabled.
+
+    Returns:
+        The same model.
+    """
+    core = _find_model(model)
+    state = _enabled.pop(core, None)
+    if state is not None:
+        _restore(core, state)
+    return model
+
+
+@contextmanager
+def paged_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
+    enabled before stays so."""
+    was_enabled = _find_model(model) in _enabled
+    enable_paged_attention(model)
+    try:
+        yield model
+    finally:
+        if not was_enabled:
+            disable_paged_attention(model)
+
+
+def _restore(model: PreTrainedModel, state: _Enabled) -> None:
+    unpatch_generation(model)
+    for hook in state.hooks:
+        hook.remove()
+    for config, implementation in state.implementations:
+        config._attn_implementation_internal = implementation
+
+
+def _find_model(model: torch.nn.Module) -> PreTrainedModel:
+    if isinstance(model, PreTrainedModel):
+        return model
+    if isinstance(model, torch.nn.Module):
+        if hasattr(model, "get_base_model"):  # PEFT
+            return _find_model(model.get_base_model())
+        inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if inner is not None:
+            return inner
+    raise TypeError(f"paged attention is enabled on a transformers model, not on {type(model).__name__}")
+
+
+def _cache_of(kwargs: dict[str, Any]) -> PagedCache | None:
+    for name in ("cache", "past_key_values"):
+        cache = kwargs.get(name)
+        cache = getattr(cache, "self_attention_cache", cache)
+        if isinstance(cache, PagedCache):
+            return cache
+    return None
+
+
+def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    cache = _cache_of(kwargs)
+    if cache is None:
+        return
+    if kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
+    cache.close_step()
+
+
+def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    cache = _cache_of(kwargs)
+    if cache is None:
+        return
+    if output is None:  # the pass raised: this hook is always called
+        cache.undo_open_step()
+    else:
+        cache.close_step()

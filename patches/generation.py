@@ -1,0 +1,112 @@
+"""What generate() of an enabled model does besides: rows that have finished are told to their cache.
+
+transformers feeds padding to finished rows until the last one ends, and its mask calls that padding real. Only the
+stopping criteria know which rows have ended, so their list is replaced by one that passes its verdict on.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, StoppingCriteriaList
+
+from hf_paged.cache import PagedCache
+
+_PATCHED = ("generate", "_get_stopping_criteria")
+
+_calls = threading.local()
+"""Per thread, the caches of the generate() calls that are running, innermost last: None where rows are not followed."""
+
+
+class _Override:
+    """A method that replaces one of a model's own on that object alone.
+
+    It holds the model weakly, and a deep copy of the model gets an override bound to the copy.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self._model = weakref.ref(model)
+        self._name = name
+        functools.update_wrapper(self, getattr(type(model), name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if model is None:
+            raise ReferenceError(f"the model of this {self._name}() is gone")
+        return _REPLACEMENTS[self._name](model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        model = self._model()
+        return _Override(memo.get(id(model), model), self._name)
+
+    def __reduce__(self) -> Any:
+        # The model that is being pickled finds this object in its own dict; there it is bound anew.
+        raise TypeError("call disable_paged_attention(model) before pickling the model")
+
+
+def patch_generation(model: PreTrainedModel) -> None:
+    """Follow the rows of generate() calls on this model."""
+    for name in _PATCHED:
+        if hasattr(type(model), name):
+            setattr(model, name, _Override(model, name))
+
+
+def unpatch_generation(model: PreTrainedModel) -> None:
+    """Undo `patch_generation`."""
+    for name in _PATCHED:
+        if isinstance(vars(model).get(name), _Override):
+            delattr(model, name)
+
+
+def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    cache = getattr(cache, "self_attention_cache", cache)
+    if not isinstance(cache, PagedCache):
+        cache = None
+    # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.
+    drafts = any(kwargs.get(name) is not None for name in ("assistant_model", "custom_generate"))
+    stack = _calls.__dict__.setdefault("stack", [])
+    stack.append(None if cache is None or drafts else weakref.ref(cache))
+    try:
+        if cache is not None:
+            cache.clear_finished()
+        return type(model).generate(model, *args, **kwargs)
+    finally:
+        stack.pop()
+        if cache is not None:
+            cache.clear_finished()
+
+
+def _get_stopping_criteria(model: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    criteria = type(model)._get_stopping_criteria(model, generation_config, *args, **kwargs)
+    stack = getattr(_calls, "stack", None)
+    cache = stack[-1] if stack else None
+    follows = (
+        cache is not None
+        and (generation_config.num_beams or 1) == 1
+        and not generation_config.prompt_lookup_num_tokens
+        and not getattr(generation_config, "is_assistant", False)
+    )
+    return _FollowedCriteria(criteria, cache) if follows else criteria
+
+
+class _FollowedCriteria(StoppingCriteriaList):
+    """Stopping criteria that tell a cache which rows have ended."""
+
+    def __init__(self, criteria: StoppingCriteriaList, cache: weakref.ref[PagedCache]) -> None:
+        super().__init__(criteria)
+        self._cache = cache
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        done = super().__call__(input_ids, scores, **kwargs)
+        cache = self._cache()
+        if cache is not None and done.device.type == "cpu":  # elsewhere reading it would wait for the device
+            cache.mark_finished(done.numpy())
+        return done
+
+
+_REPLACEMENTS = {"generate": _generate, "_get_stopping_criteria": _get_stopping_criteria}
