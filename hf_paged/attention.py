@@ -103,6 +103,27 @@ def paged_attention_forward(
     layer = handle.layer() if handle is not None else None
     if layer is None:
         return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    try:
+        return _attend(layer, handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    except BaseException:
+        if layer.rows.step is handle.step:
+            layer.rows.undo_open()
+        raise
+
+
+def _attend(
+    layer: PagedLayer,
+    handle: Handle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     step = handle.step
     intact = getattr(value, HANDLE, None) is handle
     if not intact and handle.is_fragment:

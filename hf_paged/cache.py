@@ -103,7 +103,7 @@ class PagedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Find the layer's blocks in the pool, which makes them if this is the first cache to ask."""
         self.storage = self.rows.pool.storage(self.index, key_states, value_states)
-        self.backend = select.backend_for(self.storage.device)
+        self.backend = select.backend_for(self.storage.device, key_states.dtype, self.storage)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -123,6 +123,18 @@ class PagedLayer(CacheLayerMixin):
             ValueError: other rows, heads, widths, dtype or device than the cache holds.
             RuntimeError: the forward pass before this one stopped half-way; it has been undone.
         """
+        try:
+            return self._update(key_states, value_states, **kwargs)
+        except BaseException:
+            # A step that this layer has written is the one before, which is complete.
+            step = self.rows.step
+            if step is not None and self.rows.lengths[self.index] != step.end:
+                self.rows.undo_open()
+            raise
+
+    def _update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if (kwargs.get("kwargs") or {}).get("use_cache") is False:
             raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
         rows, index = self.rows, self.index
@@ -141,11 +153,10 @@ class PagedLayer(CacheLayerMixin):
         if not step.allocated:
             allocate(rows, step)
         if rows.lengths[index] != step.start:
-            held, start = rows.lengths[index], step.start
-            rows.undo()
             raise RuntimeError(
-                f"layer {index} holds {held} positions where the layers before it hold {start}: a forward pass stopped "
-                "half-way, or a model with other layers used this cache. The step was not stored; use cache.reset()"
+                f"layer {index} holds {rows.lengths[index]} positions where the layers before it hold {step.start}: a "
+                "forward pass stopped half-way, or a model with other layers used this cache. The step was not stored; "
+                "use cache.reset()"
             )
         plan = step.on(self.group, key.device)
         self.backend.write(self.storage, key, value, plan)
@@ -260,6 +271,7 @@ class PagedCache(Cache):
     def _attach(self, rows: Rows, kinds: Sequence[str], kwargs: Sequence[dict]) -> None:
         self._rows = rows
         self._kinds, self._kwargs = list(kinds), list(kwargs)
+        self._in_pass = False
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
             PagedLayer(rows, index, group_of[index]) if index in group_of else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwarg)
@@ -277,6 +289,7 @@ class PagedCache(Cache):
         try:
             layer = self.layers[layer_idx]
         except IndexError:
+            self._rows.undo_open()
             raise ValueError(
                 f"layer {layer_idx} was updated, but this cache was made for {len(self.layers)} layers; "
                 "make it from the config of the model that uses it"
@@ -458,19 +471,27 @@ class PagedCache(Cache):
             rows.step = step
         return step
 
-    def close_step(self) -> None:
-        """Note that the forward pass of the current step has ended well."""
+    def enter_pass(self) -> None:
+        """A forward pass begins whose end will be told by `leave_pass`."""
+        if self._in_pass:  # the one before was interrupted in a way that no hook is told of
+            self._rows.undo_open()
+        self._close_step()
+        self._in_pass = True
+
+    def leave_pass(self, *, failed: bool) -> None:
+        """A forward pass has ended; if it failed, the cache is put back to what it was before."""
+        self._in_pass = False
+        if failed:
+            self._rows.undo_open()
+        else:
+            self._close_step()
+
+    def _close_step(self) -> None:
         step = self._rows.step
         if step is not None and not step.closed:
             self._rows.settle()
             step.closed = True
             step.forget_masks()
-
-    def undo_open_step(self) -> None:
-        """Take the current step back if its forward pass has not ended well."""
-        step = self._rows.step
-        if step is not None and not step.closed:
-            self._rows.undo()
 
     def mark_finished(self, done: np.ndarray) -> None:
         """Note that rows have ended, `[rows]` bool; once their last token is fed they store nothing more."""
@@ -506,7 +527,8 @@ def allocate(rows: Rows, step: StepPlan) -> None:
             if growth.copies:
                 for layer in group.layers:
                     if (storage := rows.pool.storages.get(layer)) is not None:
-                        select.backend_for(storage.device).copy_blocks(storage, growth.copies)
+                        backend = select.backend_for(storage.device, storage.key_blocks.dtype, storage)
+                        backend.copy_blocks(storage, growth.copies)
     except BaseException:
         rows.undo()
         raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import io
 import os
 import shutil
@@ -60,6 +61,11 @@ def find_demo_gguf() -> Path:
     )
 
 
+def demo_model_is_converted() -> bool:
+    """Whether loading the demo model will be quick."""
+    return _copy_of(find_demo_gguf()).is_dir()
+
+
 def load_demo_model(
     dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -82,6 +88,12 @@ def load_model(
     """
     if name_or_path is None:
         return load_demo_model(dtype or torch.float32, device)
+    path = Path(name_or_path).expanduser()
+    looks_like_a_path = path.is_absolute() or str(name_or_path).startswith((".", "~"))
+    if looks_like_a_path:
+        name_or_path = path
+        if not path.is_dir():
+            raise ModelLoadError(f"Cannot load a model from {path}: there is no such folder.")
     try:
         with _quiet(hub=False):
             return _load(name_or_path, dtype or "auto", device)
@@ -92,6 +104,19 @@ def load_model(
             "--model takes a hub id (with network access) or the path of a folder that holds a model; "
             "without it the demo model is used."
         ) from error
+
+
+def cache_keyword(model: PreTrainedModel) -> str:
+    """The name under which `model` takes its cache: `cache`, or `past_key_values` in older transformers."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def display_name(model: PreTrainedModel) -> str:
+    """What to call `model` in results: its hub id, or the name of its folder without the path to it."""
+    name = model.config.name_or_path
+    if Path(name).is_dir():
+        name = Path(name).name
+    return DEMO_MODEL if name.startswith(f"{DEMO_MODEL}-") else name or type(model).__name__
 
 
 def _load(
@@ -108,14 +133,18 @@ def _load(
     return model, tokenizer
 
 
-def _converted(gguf: Path) -> Path:
-    """The folder with the safetensors copy of `gguf`, made now if there is none. Safe in several processes at once."""
+def _copy_of(gguf: Path) -> Path:
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    root = cache_dir()
-    folder = root / f"{DEMO_MODEL}-{digest}-v{_FORMAT}"
+    return cache_dir() / f"{DEMO_MODEL}-{digest}-v{_FORMAT}"
+
+
+def _converted(gguf: Path) -> Path:
+    """The folder with the safetensors copy of `gguf`, made now if there is none. Safe in several processes at once."""
+    folder = _copy_of(gguf)
     if folder.is_dir():
         return folder
+    root = folder.parent
     try:
         root.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(root)
@@ -190,7 +219,11 @@ def _quiet(*, hub: bool = True) -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging
 
-    verbosity, bars, hub_silent = logging.get_verbosity(), logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    verbosity, bars, hub_silent = (
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        are_progress_bars_disabled(),
+    )
 
     def restore_hub() -> None:
         (disable_progress_bars if hub_silent else enable_progress_bars)()

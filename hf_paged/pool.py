@@ -192,6 +192,8 @@ def _parse_memory(value: int | float | str | None) -> int | float | None:
             raise ValueError(f"max_memory as a fraction must be over 0 and at most 1.0, not {value!r}")
         return value
     try:
+        if not isinstance(value, int | str):
+            raise TypeError(type(value).__name__)
         size = convert_file_size_to_int(value)
     except (ValueError, TypeError) as error:
         raise ValueError(

@@ -179,6 +179,11 @@ class Rows:
         if step.before["created"]:
             self._clear()
 
+    def undo_open(self) -> None:
+        """Take the current step back unless its forward pass has ended well."""
+        if self.step is not None and not self.step.closed:
+            self.undo()
+
     def settle(self) -> None:
         """Make sure that the step before was written by every layer that takes part, or take it back."""
         step = self.step

@@ -30,7 +30,7 @@ import torch
 from llvmlite import ir
 from numba import cfunc, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic, models, overload, register_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -42,11 +42,14 @@ from . import reference
 name = "cpu"
 
 PIECE = 256  # tokens of one task
-TILE = 64  # tokens between two rescalings of the softmax
+TILE = 128  # tokens between two rescalings of the softmax; their keys and values stay in the second-level cache
 WRITE_SPAN = 32  # new tokens a write task stores
 SERIAL_BYTES = 1 << 17  # below so much K/V, starting a second thread costs more than it saves
 FEW_QUERIES = 16  # up to so many tokens behind a past, reading the blocks once a token beats gathering them
 QUERY_CHUNK = 512  # queries that share one mask when a prompt is prefilled behind a past
+
+_features = llvmlite.binding.get_host_cpu_features()
+LANES = 16 if _features.get("avx512f") else 8 if _features.get("avx2") else 4  # float32 in a vector register
 
 
 def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
@@ -307,7 +310,7 @@ def _fork_python_threads(function: int, data: int, threads: int, flags: int) -> 
 _FORK, _fork_owner = _find_fork()
 
 
-# What compiled code reads: tables of int64, passed by address -----------------------------------------------------------
+# What compiled code reads: tables of int64, passed by address ---------------------------------------------------------
 
 
 class _NativeStorage:
@@ -365,6 +368,16 @@ def _pointer(typing, address, dtype):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return signature, emit
+
+
+@intrinsic
+def _address(typing, pointer):
+    """`(int64) pointer`."""
+
+    def emit(context, builder, signature, arguments):
+        return builder.ptrtoint(arguments[0], ir.IntType(64))
+
+    return types.int64(pointer), emit
 
 
 @intrinsic
@@ -436,6 +449,88 @@ def _float_to_half(typing, value):
     return types.int16(types.float32), emit
 
 
+class _Vector(types.Type):
+    """`LANES` float32 in one register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vector")
+
+
+_vector = _Vector()
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, kind) -> None:
+        super().__init__(manager, kind, ir.VectorType(ir.FloatType(), LANES))
+
+
+@intrinsic
+def _load(typing, pointer):
+    """The `LANES` elements at a pointer, widened."""
+
+    def emit(context, builder, signature, arguments):
+        element = pointer.dtype
+        raw = {"float32": ir.FloatType(), "uint16": ir.IntType(16), "int16": ir.HalfType()}[element.name]
+        origin = builder.bitcast(arguments[0], ir.VectorType(raw, LANES).as_pointer())
+        loaded = builder.load(origin, align=element.bitwidth // 8, typ=ir.VectorType(raw, LANES))
+        if element == types.uint16:
+            words = ir.VectorType(ir.IntType(32), LANES)
+            shifted = builder.shl(builder.zext(loaded, words), ir.Constant(words, [16] * LANES))
+            return builder.bitcast(shifted, ir.VectorType(ir.FloatType(), LANES))
+        if element == types.int16:
+            return builder.fpext(loaded, ir.VectorType(ir.FloatType(), LANES))
+        return loaded
+
+    return _vector(pointer), emit
+
+
+@intrinsic
+def _store(typing, pointer, vector):
+    def emit(context, builder, signature, arguments):
+        kind = ir.VectorType(ir.FloatType(), LANES)
+        builder.store(arguments[1], builder.bitcast(arguments[0], kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, vector), emit
+
+
+@intrinsic
+def _fill(typing, value):
+    """A vector with one value in all lanes."""
+
+    def emit(context, builder, signature, arguments):
+        kind = ir.VectorType(ir.FloatType(), LANES)
+        first = builder.insert_element(ir.Constant(kind, ir.Undefined), arguments[0], ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        return builder.shuffle_vector(first, ir.Constant(kind, ir.Undefined), lanes)
+
+    return _vector(types.float32), emit
+
+
+@intrinsic
+def _fma(typing, a, b, c):
+    """`a * b + c`, lane by lane."""
+
+    def emit(context, builder, signature, arguments):
+        product = builder.fmul(arguments[0], arguments[1], flags=["contract"])
+        return builder.fadd(product, arguments[2], flags=["contract"])
+
+    return _vector(_vector, _vector, _vector), emit
+
+
+@intrinsic
+def _sum(typing, vector):
+    """The sum over the lanes."""
+
+    def emit(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+        return builder.call(function, [ir.Constant(ir.FloatType(), 0), arguments[0]], fastmath=["reassoc"])
+
+    return types.float32(_vector), emit
+
+
 @intrinsic
 def _call(typing, function, data):
     """Call the C function `void function(void *data)` at an address."""
@@ -474,10 +569,10 @@ def _call_fork(typing, fork, function, data, threads):
 def _converts_half() -> bool:
     if not any(arch in llvmlite.binding.get_default_triple() for arch in ("x86_64", "i686")):
         return True
-    return bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
+    return bool(_features.get("f16c"))
 
 
-# Elements: in compiled code float32 is itself, bfloat16 has the type uint16 and float16 the type int16 -------------------
+# Elements: in compiled code float32 is itself, bfloat16 has the type uint16 and float16 the type int16 --------------
 
 
 def _widen(element):
@@ -488,7 +583,7 @@ def _narrow(value, like):
     raise NotImplementedError
 
 
-def _as_floats(source, stride, count, dim, scratch):
+def _typed(address, element):
     raise NotImplementedError
 
 
@@ -517,28 +612,28 @@ def _narrow_overload(value, like):
     return round_to_even
 
 
-@overload(_as_floats)
-def _as_floats_overload(source, stride, count, dim, scratch):
-    """`count` vectors of `dim` elements, `stride` apart, as float32: a pointer and a stride."""
-    if source.dtype == types.float32:
-        return lambda source, stride, count, dim, scratch: (source, stride)
-
-    def widened(source, stride, count, dim, scratch):
-        for i in range(count):
-            row = _offset(source, i * stride)
-            target = _offset(scratch, i * dim)
-            for d in range(dim):
-                target[d] = _widen(row[d])
-        return scratch, dim
-
-    return widened
+@overload(_typed, inline="always")
+def _typed_overload(address, element):
+    dtype = element
+    return lambda address, element: _pointer(address, dtype)
 
 
 # Compiled code --------------------------------------------------------------------------------------------------------
 
+
+def _can_cache() -> bool:
+    """Whether numba finds a writable place for compiled code; told to use one, it raises when there is none."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+_CACHE = _can_cache()
 # Not "nnan" and "ninf": a NaN that a model computes must come out as NaN.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-_compiled = njit(cache=True, nogil=True, error_model="numpy", fastmath=_FAST)
+_compiled = njit(cache=_CACHE, nogil=True, error_model="numpy", fastmath=_FAST)
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -559,7 +654,7 @@ def _exp(x):
     return p * _bits_to_float((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
-@njit(cache=True, nogil=True, fastmath=_FAST | {"nnan"})
+@njit(cache=_CACHE, nogil=True, fastmath=_FAST | {"nnan"})
 def _largest(values, count):
     largest = values[0]
     for i in range(1, count):
@@ -569,63 +664,79 @@ def _largest(values, count):
 
 @_compiled
 def _dots(query, key, stride, count, heads, dim, scores):
-    """`scores[h * TILE + s] = query[h] . key[s]`; four slots at a time share each load of the query."""
-    s = 0
-    while s + 4 <= count:
-        k0 = _offset(key, s * stride)
-        k1 = _offset(k0, stride)
-        k2 = _offset(k1, stride)
-        k3 = _offset(k2, stride)
-        for h in range(heads):
-            q = _offset(query, h * dim)
-            a0 = a1 = a2 = a3 = np.float32(0)
-            for d in range(dim):
-                x = q[d]
-                a0 += x * k0[d]
-                a1 += x * k1[d]
-                a2 += x * k2[d]
-                a3 += x * k3[d]
-            target = _offset(scores, h * TILE + s)
-            target[0] = a0
-            target[1] = a1
-            target[2] = a2
-            target[3] = a3
-        s += 4
-    while s < count:
-        k0 = _offset(key, s * stride)
-        for h in range(heads):
-            q = _offset(query, h * dim)
-            a0 = np.float32(0)
-            for d in range(dim):
-                a0 += q[d] * k0[d]
-            scores[h * TILE + s] = a0
-        s += 1
+    """`scores[h * TILE + s] = query[h] . key[s]`, by two heads and four slots at a time.
+
+    Where heads or slots run out, the last one is done twice.
+    """
+    last = count - 1
+    for s in range(0, count, 4):
+        s1, s2, s3 = min(s + 1, last), min(s + 2, last), min(s + 3, last)
+        k0, k1 = _offset(key, s * stride), _offset(key, s1 * stride)
+        k2, k3 = _offset(key, s2 * stride), _offset(key, s3 * stride)
+        for h in range(0, heads, 2):
+            other = min(h + 1, heads - 1)
+            q0, q1 = _offset(query, h * dim), _offset(query, other * dim)
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = _fill(np.float32(0))
+            for d in range(0, dim, LANES):
+                x, y = _load(_offset(q0, d)), _load(_offset(q1, d))
+                z = _load(_offset(k0, d))
+                a0, b0 = _fma(x, z, a0), _fma(y, z, b0)
+                z = _load(_offset(k1, d))
+                a1, b1 = _fma(x, z, a1), _fma(y, z, b1)
+                z = _load(_offset(k2, d))
+                a2, b2 = _fma(x, z, a2), _fma(y, z, b2)
+                z = _load(_offset(k3, d))
+                a3, b3 = _fma(x, z, a3), _fma(y, z, b3)
+            t = _offset(scores, h * TILE)
+            t[s], t[s1], t[s2], t[s3] = _sum(a0), _sum(a1), _sum(a2), _sum(a3)
+            t = _offset(scores, other * TILE)
+            t[s], t[s1], t[s2], t[s3] = _sum(b0), _sum(b1), _sum(b2), _sum(b3)
 
 
 @_compiled
 def _accumulate(weights, value, stride, count, heads, dim, total):
-    """`total[h] += sum over s of weights[h * TILE + s] * value[s]`; four slots share each pass over the total."""
-    s = 0
-    while s + 4 <= count:
-        v0 = _offset(value, s * stride)
-        v1 = _offset(v0, stride)
-        v2 = _offset(v1, stride)
-        v3 = _offset(v2, stride)
-        for h in range(heads):
-            w = _offset(weights, h * TILE + s)
-            w0, w1, w2, w3 = w[0], w[1], w[2], w[3]
-            t = _offset(total, h * dim)
-            for d in range(dim):
-                t[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
-        s += 4
-    while s < count:
-        v0 = _offset(value, s * stride)
-        for h in range(heads):
-            w0 = weights[h * TILE + s]
-            t = _offset(total, h * dim)
-            for d in range(dim):
-                t[d] += w0 * v0[d]
-        s += 1
+    """`total[h] += sum over s of weights[h * TILE + s] * value[s]`, by two heads and four vectors at a time."""
+    for h in range(0, heads, 2):
+        other = min(h + 1, heads - 1)
+        w0, w1 = _offset(weights, h * TILE), _offset(weights, other * TILE)
+        t0, t1 = _offset(total, h * dim), _offset(total, other * dim)
+        d = 0
+        while d + 4 * LANES <= dim:
+            a0, a1 = _load(_offset(t0, d)), _load(_offset(t0, d + LANES))
+            a2, a3 = _load(_offset(t0, d + 2 * LANES)), _load(_offset(t0, d + 3 * LANES))
+            b0, b1 = _load(_offset(t1, d)), _load(_offset(t1, d + LANES))
+            b2, b3 = _load(_offset(t1, d + 2 * LANES)), _load(_offset(t1, d + 3 * LANES))
+            v = _offset(value, d)
+            for s in range(count):
+                x, y = _fill(w0[s]), _fill(w1[s])
+                z = _load(v)
+                a0, b0 = _fma(x, z, a0), _fma(y, z, b0)
+                z = _load(_offset(v, LANES))
+                a1, b1 = _fma(x, z, a1), _fma(y, z, b1)
+                z = _load(_offset(v, 2 * LANES))
+                a2, b2 = _fma(x, z, a2), _fma(y, z, b2)
+                z = _load(_offset(v, 3 * LANES))
+                a3, b3 = _fma(x, z, a3), _fma(y, z, b3)
+                v = _offset(v, stride)
+            _store(_offset(t0, d), a0)
+            _store(_offset(t0, d + LANES), a1)
+            _store(_offset(t0, d + 2 * LANES), a2)
+            _store(_offset(t0, d + 3 * LANES), a3)
+            _store(_offset(t1, d), b0)
+            _store(_offset(t1, d + LANES), b1)
+            _store(_offset(t1, d + 2 * LANES), b2)
+            _store(_offset(t1, d + 3 * LANES), b3)
+            d += 4 * LANES
+        while d < dim:
+            a0, b0 = _load(_offset(t0, d)), _load(_offset(t1, d))
+            v = _offset(value, d)
+            for s in range(count):
+                z = _load(v)
+                a0, b0 = _fma(_fill(w0[s]), z, a0), _fma(_fill(w1[s]), z, b0)
+                v = _offset(v, stride)
+            _store(_offset(t0, d), a0)
+            _store(_offset(t1, d), b0)
+            d += LANES
 
 
 @_compiled
@@ -668,6 +779,29 @@ def _finish(maximum, mass, total, dim, sink, has_sink, out, element):
 
 
 @_compiled
+def _read_through(address, size):
+    """Read memory from end to end and do nothing with it.
+
+    A loop of bare loads keeps so many cache misses under way that memory delivers all it can; between multiplications
+    there is no room for that, and prefetch instructions are dropped when too many are pending. Reading a tile through
+    and then computing on what lies in the cache is more than twice as fast as computing straight from memory.
+    """
+    words = _pointer(address, types.int64)
+    total = np.int64(0)
+    for i in range(size // 8):
+        total += words[i]
+    return total
+
+
+@_compiled
+def _padded(source, stride, count, dim, padded_dim, size, scratch):
+    """Vectors whose length is no multiple of `LANES`, copied to where zeros follow them: a pointer and a stride."""
+    for i in range(count):
+        _copy(_address(_offset(scratch, i * padded_dim)), _address(_offset(source, i * stride)), dim * size)
+    return scratch, padded_dim
+
+
+@_compiled
 def _attend_tasks(data, element):
     """Work on the tasks of one decode until none is left; several threads may do so at once.
 
@@ -689,6 +823,7 @@ def _attend_tasks(data, element):
     key_block, key_head, key_slot = storage[1], storage[2], storage[3]
     value_block, value_head, value_slot = storage[5], storage[6], storage[7]
     block_size, kv_heads, key_dim, value_dim = storage[8], storage[9], storage[10], storage[11]
+    size = storage[12]
     group = heads // kv_heads
 
     blocks = _pointer(plan[0], types.int32)
@@ -702,21 +837,26 @@ def _attend_tasks(data, element):
     values = _typed(storage[4], element)
     outs = _typed(call[8], element)
 
+    # Vectors in memory of our own are filled up with zeros to whole registers.
+    wide_key, wide_value = -(-key_dim // LANES) * LANES, -(-value_dim // LANES) * LANES
+
     # Of each (query, KV head, piece): the maximum and mass of each head, then the unnormalised output of each head.
-    part = group * (value_dim + 2)
+    part = group * (wide_value + 2)
     parts = _pointer(call[15], types.float32)
     unfinished = _pointer(call[16], types.int64)
 
-    memory = np.empty(group * (key_dim + TILE + value_dim + 2) + TILE * (key_dim + value_dim), dtype=np.float32)
+    memory = np.zeros(group * (wide_key + TILE) + part + TILE * (wide_key + wide_value), dtype=np.float32)
     q = _pointer(np.int64(memory.ctypes.data), types.float32)
-    scores = _offset(q, group * key_dim)
+    scores = _offset(q, group * wide_key)
     own_part = _offset(scores, group * TILE)
-    wide_keys = _offset(own_part, part)
-    wide_values = _offset(wide_keys, TILE * key_dim)
+    key_scratch = _typed(_address(_offset(own_part, part)), element)
+    value_scratch = _typed(_address(_offset(own_part, part + TILE * wide_key)), element)
 
+    read = np.int64(0)
     while True:
         task = _add_atomically(call, 1)
         if task >= tasks:
+            call[17] = read  # so that the compiler does not leave out the reading
             break
         piece = task % pieces
         kv_head = (task // pieces) % kv_heads
@@ -746,33 +886,45 @@ def _attend_tasks(data, element):
             maximum[h] = np.float32(_LOWEST)
             mass[h] = np.float32(0)
             source = _offset(queries, row * query_row + (kv_head * group + h) * query_head + token * query_token)
-            target = _offset(q, h * key_dim)
+            target = _offset(q, h * wide_key)
             for d in range(key_dim):
                 target[d] = _widen(source[d])
-        for i in range(group * value_dim):
+        for i in range(group * wide_value):
             total[i] = np.float32(0)
 
         table = _offset(blocks, row * table_stride)
         while start < end:
             count = min(end - start, TILE)
             done = 0
-            while done < count:
+            while done < count:  # a run is the part of a tile that is in one block
                 block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
                 run = min(block_size - slot, count - done)
-                at = _offset(keys, block * key_block + kv_head * key_head + slot * key_slot)
-                k, stride = _as_floats(at, key_slot, run, key_dim, wide_keys)
-                _dots(q, k, stride, run, group, key_dim, _offset(scores, done))
+                if key_slot == key_dim and value_slot == value_dim:
+                    k = _offset(keys, block * key_block + kv_head * key_head + slot * key_slot)
+                    v = _offset(values, block * value_block + kv_head * value_head + slot * value_slot)
+                    read += _read_through(_address(k), run * key_dim * size)
+                    read += _read_through(_address(v), run * value_dim * size)
                 done += run
-            for h in range(group):
-                tile, sum_h = _offset(scores, h * TILE), _offset(total, h * value_dim)
-                _softmax_tile(tile, count, scale, softcap, _offset(maximum, h), _offset(mass, h), sum_h, value_dim)
             done = 0
             while done < count:
                 block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
                 run = min(block_size - slot, count - done)
-                at = _offset(values, block * value_block + kv_head * value_head + slot * value_slot)
-                v, stride = _as_floats(at, value_slot, run, value_dim, wide_values)
-                _accumulate(_offset(scores, done), v, stride, run, group, value_dim, total)
+                k, stride = _offset(keys, block * key_block + kv_head * key_head + slot * key_slot), key_slot
+                if wide_key != key_dim:
+                    k, stride = _padded(k, stride, run, key_dim, wide_key, size, key_scratch)
+                _dots(q, k, stride, run, group, wide_key, _offset(scores, done))
+                done += run
+            for h in range(group):
+                tile, sum_h = _offset(scores, h * TILE), _offset(total, h * wide_value)
+                _softmax_tile(tile, count, scale, softcap, _offset(maximum, h), _offset(mass, h), sum_h, wide_value)
+            done = 0
+            while done < count:
+                block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
+                run = min(block_size - slot, count - done)
+                v, stride = _offset(values, block * value_block + kv_head * value_head + slot * value_slot), value_slot
+                if wide_value != value_dim:
+                    v, stride = _padded(v, stride, run, value_dim, wide_value, size, value_scratch)
+                _accumulate(_offset(scores, done), v, stride, run, group, wide_value, total)
                 done += run
             start += count
 
@@ -782,10 +934,10 @@ def _attend_tasks(data, element):
             state = _offset(parts, (task - piece) * part)
             maximum, mass, total = state, _offset(state, group), _offset(state, 2 * group)
             for other in range(1, used_pieces):
-                _join(state, _offset(state, other * part), group, value_dim)
+                _join(state, _offset(state, other * part), group, wide_value)
         for h in range(group):
             sink = sinks[kv_head * group + h] if has_sinks else np.float32(0)
-            sum_h, out_h = _offset(total, h * value_dim), _offset(out, h * value_dim)
+            sum_h, out_h = _offset(total, h * wide_value), _offset(out, h * value_dim)
             _finish(maximum[h], mass[h], sum_h, value_dim, sink, has_sinks, out_h, element)
 
 
@@ -800,16 +952,6 @@ def _join(one, other, group, dim):
         one[group + h] = one[group + h] * keep + other[group + h] * take
         for d in range(2 * group + h * dim, 2 * group + (h + 1) * dim):
             one[d] = one[d] * keep + other[d] * take
-
-
-def _typed(address, element):
-    raise NotImplementedError
-
-
-@overload(_typed, inline="always")
-def _typed_overload(address, element):
-    dtype = element
-    return lambda address, element: _pointer(address, dtype)
 
 
 @_compiled
@@ -863,7 +1005,7 @@ def _decode(
     queries = _pointer(plan, types.int64)[4] * _pointer(plan, types.int64)[5]
     pieces = max(np.int64(1), (longest + PIECE - 1) // PIECE)
     tasks = queries * kv_heads * pieces
-    call = np.empty(17, dtype=np.int64)
+    call = np.empty(18, dtype=np.int64)
     numbers = _pointer(np.int64(call.ctypes.data), types.float64)
     call[0] = 0
     call[1] = tasks
@@ -881,7 +1023,7 @@ def _decode(
     call[13] = sinks
     call[14] = pieces
     if pieces > 1:
-        parts = np.empty(tasks * (heads // kv_heads) * (value_dim + 2), dtype=np.float32)
+        parts = np.empty(tasks * (heads // kv_heads) * (-(-value_dim // LANES) * LANES + 2), dtype=np.float32)
         unfinished = np.zeros(queries * kv_heads, dtype=np.int64)
         call[15] = np.int64(parts.ctypes.data)
         call[16] = np.int64(unfinished.ctypes.data)
@@ -931,18 +1073,10 @@ def _write_worker(data):
     _store_tasks(_address(data))
 
 
-@intrinsic
-def _address(typing, pointer):
-    def emit(context, builder, signature, arguments):
-        return builder.ptrtoint(arguments[0], ir.IntType(64))
-
-    return types.int64(types.voidptr), emit
-
-
 @cache
 def _compiled_worker(function: Any) -> int:
     """The address of the C function `void function(void *data)`, compiled at its first use."""
-    worker = cfunc(types.void(types.voidptr), cache=True)(function)
+    worker = cfunc(types.void(types.voidptr), cache=_CACHE)(function)
     _kept.append(worker)
     return worker.address
 

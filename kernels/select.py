@@ -34,9 +34,9 @@ class Backend(Protocol):
     def copy_blocks(self, storage: Any, pairs: list[tuple[int, int]]) -> None: ...
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The backend for tensors on `device`: the one forced by `use_backend` or the environment variable
-    `HF_PAGED_BACKEND`, else the compiled one on a CPU and the reference elsewhere.
+def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backend:
+    """The backend for a layer: the one forced by `use_backend` or the environment variable `HF_PAGED_BACKEND`, else
+    the compiled one on a CPU if it serves the layer's dtypes, else the reference.
 
     A layer asks once, when it first stores something.
 
@@ -47,8 +47,10 @@ def backend_for(device: torch.device) -> Backend:
     if name is not None:
         if name not in BACKENDS:
             raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} names no backend; there are {', '.join(BACKENDS)}")
-        return _load(name)
-    return _default_on_cpu() if device.type == "cpu" else _load("reference")
+        preferred = _load(name)
+    else:
+        preferred = _default_on_cpu() if device.type == "cpu" else _load("reference")
+    return preferred if preferred.unsupported(dtype, storage) is None else _load("reference")
 
 
 @contextmanager

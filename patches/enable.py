@@ -7,7 +7,6 @@ it up at every call. Two hooks and one wrapper go with it (see `generation.py`):
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +28,8 @@ class _Enabled:
     hooks: list[Any] = field(default_factory=list)
 
 
-_enabled: weakref.WeakKeyDictionary[torch.nn.Module, _Enabled] = weakref.WeakKeyDictionary()
+_STATE = "_hf_paged_enabled"
+"""Attribute of an enabled model. It is kept there, not here, so that a deep copy of the model has its own."""
 
 
 def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
@@ -48,7 +48,7 @@ def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
         NotImplementedError: the model computes attention in its own code; the message names it.
     """
     core = _find_model(model)
-    if core in _enabled:
+    if _STATE in vars(core):
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
     refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
@@ -72,7 +72,7 @@ def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     except BaseException:
         _restore(core, state)
         raise
-    _enabled[core] = state
+    setattr(core, _STATE, state)
     return model
 
 
@@ -83,7 +83,7 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
         The same model.
     """
     core = _find_model(model)
-    state = _enabled.pop(core, None)
+    state = vars(core).pop(_STATE, None)
     if state is not None:
         _restore(core, state)
     return model
@@ -93,7 +93,7 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
 def paged_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
     enabled before stays so."""
-    was_enabled = _find_model(model) in _enabled
+    was_enabled = _STATE in vars(_find_model(model))
     enable_paged_attention(model)
     try:
         yield model
@@ -137,14 +137,12 @@ def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
         return
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
-    cache.close_step()
+    cache.enter_pass()
 
 
 def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
     cache = _cache_of(kwargs)
-    if cache is None:
-        return
-    if output is None:  # the pass raised: this hook is always called
-        cache.undo_open_step()
-    else:
-        cache.close_step()
+    if cache is not None:
+        # This hook is called after an exception too, then without an output; not after a KeyboardInterrupt, which
+        # generate() and the next pass take care of.
+        cache.leave_pass(failed=output is None)

