@@ -44,6 +44,8 @@ class Growth:
 
     copies: list[tuple[int, int]] = field(default_factory=list)
     changed: list[tuple[int, int]] = field(default_factory=list)
+    stamp: int = 0
+    """The allocator's count of changes after this one."""
     before: list[tuple[BlockTable, int, int, int | None]] = field(default_factory=list)
     """Per grown table: the table, its length and number of blocks before, and its last block if others shared it."""
 
@@ -75,6 +77,7 @@ class BlockAllocator:
         self._free: list[int] = []
         self._fresh = 0  # ids from here up were never used
         self._references: list[int] = []  # of ids below _fresh
+        self._stamp = 0  # counts changes
 
     @property
     def num_free(self) -> int:
@@ -164,6 +167,8 @@ class BlockAllocator:
             for table, count in zip(tables, counts, strict=True):
                 table.length += count
             self.peak_used = max(peak, self.num_used)
+            self._stamp += 1
+            growth.stamp = self._stamp
         except BaseException:
             for table, length, held, tail in growth.before:
                 table.length = length
@@ -182,11 +187,17 @@ class BlockAllocator:
         return growth
 
     def undo(self, growth: Growth) -> None:
-        """Take back a `grow` whose tables were not touched since. Blocks that were replaced by copies come back."""
+        """Take back a `grow` whose tables were not touched since.
+
+        A shared block that was replaced by a copy comes back, unless anything happened in between: then its other
+        holders may have let it go, or have written to it, and the table keeps the copy.
+        """
+        untouched = growth.stamp == self._stamp
+        self._stamp += 1
         for table, length, held, tail in reversed(growth.before):
             dropped = table.blocks[held:]
             del table.blocks[held:]
-            if tail is not None and table.blocks[-1] != tail:
+            if tail is not None and table.blocks[-1] != tail and untouched:
                 dropped.insert(0, table.blocks[-1])
                 table.blocks[-1] = tail
                 self._references[tail] += 1
@@ -198,6 +209,7 @@ class BlockAllocator:
         twin = BlockTable()
         twin.blocks = list(table.blocks)
         twin.length = table.length
+        self._stamp += 1
         references = self._references
         for block in twin.blocks:
             references[block] += 1
@@ -215,6 +227,7 @@ class BlockAllocator:
         dropped = table.blocks[keep:]
         del table.blocks[keep:]
         table.length = length
+        self._stamp += 1
         self._drop(dropped)
 
     def release(self, table: BlockTable) -> None:

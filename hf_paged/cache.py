@@ -127,9 +127,10 @@ class PagedLayer(CacheLayerMixin):
             return self._update(key_states, value_states, **kwargs)
         except BaseException:
             # A step that this layer has written is the one before, which is complete.
-            step = self.rows.step
-            if step is not None and self.rows.lengths[self.index] != step.end:
-                self.rows.undo_open()
+            rows = self.rows
+            rows.state_lost = rows.has_state
+            if rows.step is not None and rows.lengths[self.index] != rows.step.end:
+                rows.undo_open()
             raise
 
     def _update(
@@ -142,22 +143,23 @@ class PagedLayer(CacheLayerMixin):
         # Checked before anything is allocated, so that a wrong model changes nothing.
         self.lazy_initialization(key, value) if self.storage is None else self._check(key, value)
         num_rows, _, q_len, _ = key.shape
-        step = rows.step
-        if step is None or rows.lengths[index] != step.start or step.closed:
+        step, held = rows.step, rows.lengths[index]
+        if step is None or step.closed or held == step.end:
             step = rows.begin(num_rows, q_len, None, sees_mask=False)
-        elif q_len != step.q_len or num_rows != len(step.context_lens):
+        elif held == step.start and (q_len != step.q_len or num_rows != len(step.context_lens)):
             raise ValueError(
                 f"layer {index} got {num_rows} rows of {q_len} tokens in a forward pass whose mask was made for "
                 f"{len(step.context_lens)} rows of {step.q_len}"
             )
+        if held != step.start:
+            rows.undo_interrupted_first(index)
+            raise RuntimeError(
+                f"layer {index} holds {held} positions where the layers before it hold {step.start}: a forward pass "
+                "stopped half-way, or a model with other layers used this cache. The step was not stored; use "
+                "cache.reset()"
+            )
         if not step.allocated:
             allocate(rows, step)
-        if rows.lengths[index] != step.start:
-            raise RuntimeError(
-                f"layer {index} holds {rows.lengths[index]} positions where the layers before it hold {step.start}: a "
-                "forward pass stopped half-way, or a model with other layers used this cache. The step was not stored; "
-                "use cache.reset()"
-            )
         plan = step.on(self.group, key.device)
         self.backend.write(self.storage, key, value, plan)
         rows.lengths[index] = step.end
@@ -266,7 +268,8 @@ class PagedCache(Cache):
                 f"{config.model_type} has no attention layers, so there is nothing to page; use transformers' own cache"
             )
         pool.bind(groups)
-        self._attach(Rows(pool, len(kinds)), kinds, kwargs)
+        has_state = any(kind in STATE_KINDS and kind != "dummy" for kind in kinds)
+        self._attach(Rows(pool, len(kinds), has_state), kinds, kwargs)
 
     def _attach(self, rows: Rows, kinds: Sequence[str], kwargs: Sequence[dict]) -> None:
         self._rows = rows
@@ -521,17 +524,19 @@ class PagedCache(Cache):
 
 def allocate(rows: Rows, step: StepPlan) -> None:
     """Find a step's blocks and copy those that were shared, or leave everything as it was."""
-    rows.allocate(step)
-    try:
-        for group, growth in zip(rows.pool.groups, step.growths, strict=True):
-            if growth.copies:
-                for layer in group.layers:
-                    if (storage := rows.pool.storages.get(layer)) is not None:
-                        backend = select.backend_for(storage.device, storage.key_blocks.dtype, storage)
-                        backend.copy_blocks(storage, growth.copies)
-    except BaseException:
-        rows.undo()
-        raise
+    pool = rows.pool
+    with pool.lock:  # until the copies are made, nobody else may write to or free what is copied
+        rows.allocate(step)
+        try:
+            for group, growth in zip(pool.groups, step.growths, strict=True):
+                if growth.copies:
+                    for layer in group.layers:
+                        if (storage := pool.storages.get(layer)) is not None:
+                            backend = select.backend_for(storage.device, storage.key_blocks.dtype, storage)
+                            backend.copy_blocks(storage, growth.copies)
+        except BaseException:
+            rows.undo()
+            raise
 
 
 class _NoBackward(torch.autograd.Function):

@@ -16,6 +16,11 @@ from hf_paged.allocator import BlockTable
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
 
+_INTERRUPTED = (
+    "the forward pass before this one stopped half-way through the layers. The cache has been put back to the {} "
+    "positions that it held before it: run that step again"
+)
+
 
 class Rows:
     """The rows of one cache on a pool. Rows appear with the first step, and go back to the pool with this object.
@@ -27,11 +32,14 @@ class Rows:
         stored_lens: `[num_rows]`: real tokens of each row.
         tables: per group of layers, the rows' block tables.
         step: the step that was begun last, until rows are changed in another way.
+        has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
+        state_lost: that state is ahead of the blocks, since a step was undone.
     """
 
-    def __init__(self, pool: BlockPool, num_layers: int) -> None:
+    def __init__(self, pool: BlockPool, num_layers: int, has_state: bool = False) -> None:
         self.pool = pool
         self.num_layers = num_layers
+        self.has_state = has_state
         self.tables: list[list[BlockTable]] = []
         self._clear()
 
@@ -46,6 +54,8 @@ class Rows:
         self.stored_lens = np.zeros(0, np.int32)
         self.tables = []
         self.step: StepPlan | None = None
+        self.state_lost = False
+        self._num_steps = 0  # since the rows were empty
         self._stored = np.zeros((0, 0), bool)  # [rows, capacity]: padded positions whose tokens are in blocks
         self._unmasked = self._stored  # the same, but finished rows' padding counts as unmasked while generate() runs
         self._has_holes = False  # some padded position is not stored
@@ -70,6 +80,11 @@ class Rows:
             RuntimeError: the pass before this one stopped half-way; it has been undone.
         """
         self.settle()
+        if self.state_lost:
+            raise RuntimeError(
+                "a forward pass on this cache failed or was rolled back, and the recurrent state of the model's linear "
+                "attention layers cannot be put back to what it was before; use cache.reset() and feed the prompt again"
+            )
         if self.num_rows and num_rows != self.num_rows:
             raise ValueError(
                 f"this cache holds {self.num_rows} row{'s' if self.num_rows != 1 else ''}, but the batch has {num_rows}. "
@@ -81,14 +96,14 @@ class Rows:
             if self._has_holes:
                 raise ValueError(
                     "this cache was filled with paged attention enabled, so the padding of its rows is not stored, and "
-                    "the padding mask of this forward pass cannot be seen to check it. Keep enable_paged_attention("
+                    "the padding mask of this forward pass cannot be seen to check it (or rows were released). Keep enable_paged_attention("
                     "model) on for this cache and pass a 2-D attention_mask, or start from a new cache"
                 )
         elif mask is None:
             if self._has_holes:
                 raise ValueError(
-                    "no attention_mask was passed, but rows of this cache have padding, which was never stored. Pass "
-                    f"the mask of all {end} positions"
+                    "no attention_mask was passed, but rows of this cache have padding, which was never stored, or were "
+                    f"released. Pass the mask of all {end} positions"
                 )
         else:
             if mask.ndim != 2 or mask.shape[0] != num_rows or mask.shape[1] < end:
@@ -160,6 +175,7 @@ class Rows:
             self._finishing = self._finished = np.zeros(num_rows, bool)
             self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in tables]
         step.growths, step.allocated = growths, True
+        self._num_steps += 1
         self.step = step
         self._record(step)
         step.block_tables = self._sync_tables(growths)
@@ -170,6 +186,7 @@ class Rows:
         if step is None or not step.allocated:
             return
         self._undo_growths(step.growths)
+        self._num_steps -= 1
         self.length = step.start
         self.lengths = [min(length, step.start) for length in self.lengths]
         self.stored_lens = step.before["stored_lens"]
@@ -178,6 +195,13 @@ class Rows:
         self._stale_arrays = True
         if step.before["created"]:
             self._clear()
+        self.state_lost = self.has_state
+
+    def undo_interrupted_first(self, layer: int) -> None:
+        """Put the rows back to empty if `layer` missed the very first step, and only that: it was interrupted."""
+        if self.lengths[layer] == 0 and self._num_steps == 2:
+            self.reset()
+            raise RuntimeError(_INTERRUPTED.format(0))
 
     def undo_open(self) -> None:
         """Take the current step back unless its forward pass has ended well."""
@@ -195,10 +219,7 @@ class Rows:
             self.undo()  # it failed before the first layer, and nobody has seen its lengths
         elif step.start and any(length == step.start for length in self.lengths):
             self.undo()
-            raise RuntimeError(
-                "the forward pass before this one stopped half-way through the layers. The cache has been put back to "
-                f"the {self.length} positions that it held before it: run that step again"
-            )
+            raise RuntimeError(_INTERRUPTED.format(self.length))
 
     def _compare(self, past: np.ndarray) -> bool:
         """Whether `past`, the mask of what is stored, hides stored tokens. Raises if it shows what never was."""
@@ -210,7 +231,7 @@ class Rows:
             row, position = (int(i) for i in np.argwhere(shown)[0])
             raise ValueError(
                 f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
-                "end) when it was fed, and so was never stored. Pass the mask that the tokens were fed with, extended "
+                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask that the tokens were fed with, extended "
                 "for the new ones, or start from a new cache"
             )
         return True
@@ -292,6 +313,8 @@ class Rows:
             IndexError: an index names no row.
         """
         self._end_step()
+        if not self.num_rows:
+            return
         if any(not -self.num_rows <= index < self.num_rows for index in indices):
             raise IndexError(f"row indices {list(indices)} for a cache of {self.num_rows} rows")
         old = self.tables
@@ -364,7 +387,8 @@ class Rows:
     def fork(self, indices: Sequence[int] | None = None) -> Rows:
         """Rows of their own on the same pool that share every block with these."""
         self._end_step()
-        twin = Rows(self.pool, self.num_layers)
+        twin = Rows(self.pool, self.num_layers, self.has_state)
+        twin.state_lost, twin._num_steps = self.state_lost, self._num_steps
         if self.num_rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
             twin.stored_lens, twin._has_holes, twin._any_ended = self.stored_lens, self._has_holes, self._any_ended

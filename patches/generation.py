@@ -79,6 +79,7 @@ def _generate(original: Callable, *args: Any, **kwargs: Any) -> Any:
     stack.append(None if cache is None or drafts else weakref.ref(cache))
     try:
         if cache is not None:
+            _check_prompt(cache, *args, **kwargs)
             cache.clear_finished()
         return original(*args, **kwargs)
     except BaseException:
@@ -89,6 +90,22 @@ def _generate(original: Callable, *args: Any, **kwargs: Any) -> Any:
         stack.pop()
         if cache is not None:
             cache.clear_finished()
+
+
+def _check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Refuse a prompt that has nothing new: transformers would append all of it a second time."""
+    ids = next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
+    past = cache.get_seq_length()
+    if not past or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
+        return
+    mask = kwargs.get("attention_mask")
+    is_whole = mask is None or mask.shape[-1] == ids.shape[1]
+    if is_whole and ids.shape[1] <= past:
+        raise ValueError(
+            f"the prompt has {ids.shape[1]} positions, and the cache holds {past} already, so there is nothing to feed. "
+            "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
+            "the new ids alone, pass an attention_mask that covers the cached positions too"
+        )
 
 
 def _get_stopping_criteria(original: Callable, generation_config: Any, *args: Any, **kwargs: Any) -> Any:

