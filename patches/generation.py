@@ -114,6 +114,8 @@ def _get_stopping_criteria(original: Callable, generation_config: Any, *args: An
     cache = stack[-1] if stack else None
     follows = (
         cache is not None
+        # Without an EOS token transformers goes on sampling real tokens for rows that have ended.
+        and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         and (generation_config.num_beams or 1) == 1
         and not generation_config.prompt_lookup_num_tokens
         and not getattr(generation_config, "is_assistant", False)

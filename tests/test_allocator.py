@@ -491,7 +491,8 @@ class Paging(RuleBasedStateMachine):
         self.tokens: list[list[int]] = []  # of each table, what it must hold
         self.memory: dict[tuple[int, int], int] = {}
         self.fresh = count()
-        self.last_growth = None  # growth, tokens and blocks before it, until anything else happens
+        self.undoable = []  # growths whose tables were not touched since: growth, and its tables, tokens and blocks
+        self.last_growth = None  # the one after which nothing happened at all
 
     # What must be true, worked out from the lists and the tables alone.
 
@@ -518,10 +519,15 @@ class Paging(RuleBasedStateMachine):
     def pick(self, number):
         return number % len(self.tables)
 
+    def touch(self, *tables):
+        self.last_growth = None
+        self.undoable = [
+            entry for entry in self.undoable if not any(old is new for old, _, _ in entry[1] for new in tables)
+        ]
+
     @precondition(lambda self: len(self.tables) < 8)
     @rule()
     def add(self):
-        self.last_growth = None
         self.tables.append(BlockTable())
         self.tokens.append([])
         self.done()
@@ -534,6 +540,8 @@ class Paging(RuleBasedStateMachine):
     def grow(self, picks, stretch):
         counts = {self.pick(number): count * stretch for number, count in picks}
         tables = [self.tables[index] for index in counts]
+        tokens_before = [list(self.tokens[index]) for index in counts]
+        blocks_before = [list(table.blocks) for table in tables]
         before = [(list(table.blocks), table.length) for table in self.tables]
         held = self.holders()
         tails = {}
@@ -564,7 +572,9 @@ class Paging(RuleBasedStateMachine):
         for index, (blocks, length) in enumerate(before):
             if index not in counts:
                 assert (self.tables[index].blocks, self.tables[index].length) == (blocks, length)
-        self.last_growth = growth, [list(tokens) for tokens in self.tokens], before
+        self.touch(*tables)
+        self.last_growth = growth
+        self.undoable.append((growth, list(zip(tables, tokens_before, blocks_before, strict=True))))
         for source, copy in growth.copies:
             for slot in range(self.size):
                 self.memory.pop((copy, slot), None)
@@ -578,21 +588,25 @@ class Paging(RuleBasedStateMachine):
                 self.memory[table.blocks[place // self.size], place % self.size] = tokens[-1]
         self.done()
 
-    @precondition(lambda self: self.last_growth)
-    @rule()
-    def undo(self):
-        growth, tokens, before = self.last_growth
-        self.last_growth = None
+    @precondition(lambda self: self.undoable)
+    @rule(number=st.integers(0, 3))
+    def undo(self, number):
+        growth, before = self.undoable.pop(-1 - number % len(self.undoable))
         self.allocator.undo(growth)
-        self.tokens = tokens
-        assert [(table.blocks, table.length) for table in self.tables] == before
+        for table, tokens, blocks in before:
+            index = next(index for index, other in enumerate(self.tables) if other is table)
+            self.tokens[index] = tokens
+            assert len(table.blocks) == len(blocks)
+            if growth is self.last_growth:
+                assert table.blocks == blocks
+        self.last_growth = None
         self.done()
 
     @precondition(lambda self: self.tables and len(self.tables) < 8)
     @rule(number=st.integers(0, 7))
     def fork(self, number):
-        self.last_growth = None
         index = self.pick(number)
+        self.touch(self.tables[index])
         used = self.allocator.num_used
         self.tables.append(self.allocator.fork(self.tables[index]))
         self.tokens.append(list(self.tokens[index]))
@@ -602,8 +616,8 @@ class Paging(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(number=st.integers(0, 7), share=st.integers(0, 8))
     def truncate(self, number, share):
-        self.last_growth = None
         index = self.pick(number)
+        self.touch(self.tables[index])
         length = len(self.tokens[index]) * share // 8
         self.allocator.truncate(self.tables[index], length)
         del self.tokens[index][length:]
@@ -612,8 +626,8 @@ class Paging(RuleBasedStateMachine):
     @precondition(lambda self: self.tables)
     @rule(number=st.integers(0, 7), forget=st.booleans())
     def release(self, number, forget):
-        self.last_growth = None
         index = self.pick(number)
+        self.touch(self.tables[index])
         self.allocator.release(self.tables[index])
         self.tokens[index] = []
         if forget:

@@ -87,6 +87,15 @@ class Pair:
         check_books(self.paged)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(params=FAMILIES)
 def family(request):
     return request.param

@@ -37,6 +37,15 @@ def feed(cache, rows, tokens, **kinds):
     return keys[0]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # The budget ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +174,11 @@ def test_tensors_are_made_when_a_layer_first_stores_something_and_fit_it(dtype):
 
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "key_dtype", "value_dtype"),
-    [(16, 8, torch.float32, torch.float32), (16, 16, torch.bfloat16, torch.float32)],
+    [
+        (16, 8, torch.float32, torch.float32),
+        (16, 16, torch.bfloat16, torch.float32),
+        (16, 16, torch.float32, torch.bfloat16),
+    ],
 )
 def test_keys_and_values_that_differ_get_tensors_of_their_own(key_dim, value_dim, key_dtype, value_dtype):
     cache = PagedCache(config(), block_size=SIZE, num_blocks=6)
