@@ -1,9 +1,9 @@
 """A paged KV cache for Hugging Face transformers.
 
-    from hf_paged import PagedCache, enable_paged_attention
+from hf_paged import PagedCache, enable_paged_attention
 
-    enable_paged_attention(model)
-    model.generate(**inputs, past_key_values=PagedCache(model.config))
+enable_paged_attention(model)
+model.generate(**inputs, past_key_values=PagedCache(model.config))
 """
 
 from hf_paged._layout import check_layout

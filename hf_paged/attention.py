@@ -22,11 +22,27 @@ IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
 
 IGNORED = frozenset(
-    # Passed along by models for other implementations or other modules; they do not change what is attended to here:
-    # order and padding come from the plan of the step, and rotary positions are already in the keys.
-    "position_ids cache_position position_embeddings use_cache output_hidden_states output_router_logits return_dict "
-    "num_items_in_batch logits_to_keep token_type_ids mm_token_type_ids layer_idx is_first_iteration labels "
-    "hidden_states past_key_values cache".split()
+    {
+        # Passed along by models for other implementations or other modules; they do not change what is attended to:
+        # order and padding come from the plan of the step, and rotary positions are in the keys already.
+        "cache",
+        "cache_position",
+        "hidden_states",
+        "is_first_iteration",
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
 )
 """Attention kwargs that need nothing from the kernel."""
 
@@ -62,7 +78,9 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     elif not plain:
         step.plain_groups.discard(group)
     members = [cache.layers[index] for index in cache.pool.groups[group].layers]
-    if plain and not step.must_be_dense and all(member.hands_over for member in members):
+    if plain and not step.must_be_dense and not layer.rows.always_dense and all(
+        member.hands_over for member in members
+    ):
         mask = None
     else:
         mask = build()
@@ -125,12 +143,13 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     step = handle.step
+    layer.rows.unread = None
     intact = getattr(value, HANDLE, None) is handle
     if not intact and handle.is_fragment:
-        layer.hands_over = False
+        layer.rows.always_dense = True
         raise RuntimeError(
-            f"{type(module).__name__} now changes its values after updating the cache, which it did not before; run the "
-            "step again on a new cache, which will be served dense tensors"
+            f"{type(module).__name__} changed its values after updating the cache, which it had not done before. The "
+            "step was undone; run it again, and every layer is handed dense tensors from now on"
         )
     layer.hands_over = intact
 
@@ -212,9 +231,7 @@ def dense_attention(
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     weights_wanted = kwargs.pop("output_attentions", None)
     if softcap is None and sinks is None and not weights_wanted:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     rows, heads, q_len, dim = query.shape
     group_size = heads // key.shape[1]
     key, value = repeat_kv(key, group_size), repeat_kv(value, group_size)
@@ -252,8 +269,8 @@ def _check_custom_mask(mask: torch.Tensor, layer: PagedLayer) -> None:
     length = min(shown.shape[-1], holes.shape[-1])
     if (shown[..., :length] & holes[:, None, None, :length]).any():
         raise ValueError(
-            "the custom attention mask shows padding, which a PagedCache never stores while paged attention is enabled. "
-            "Mask the padding out, or use a new PagedCache after disable_paged_attention(model)"
+            "the custom attention mask shows padding, which a PagedCache never stores while paged attention is "
+            "enabled. Mask the padding out, or use a new PagedCache after disable_paged_attention(model)"
         )
 
 

@@ -143,6 +143,7 @@ class PagedLayer(CacheLayerMixin):
         # Checked before anything is allocated, so that a wrong model changes nothing.
         self.lazy_initialization(key, value) if self.storage is None else self._check(key, value)
         num_rows, _, q_len, _ = key.shape
+        rows.check_read()
         step, held = rows.step, rows.lengths[index]
         if step is None or step.closed or held == step.end:
             step = rows.begin(num_rows, q_len, None, sees_mask=False)
@@ -166,17 +167,25 @@ class PagedLayer(CacheLayerMixin):
 
         if key_states.requires_grad or value_states.requires_grad:
             key_states, value_states = _NoBackward.apply(key_states, value_states)
-        is_fragment = bool(self.hands_over) and not step.must_be_dense and self.group in step.plain_groups
+        is_fragment = (
+            bool(self.hands_over)
+            and not rows.always_dense
+            and not step.must_be_dense
+            and self.group in step.plain_groups
+        )
         if not is_fragment and not step.was_empty:
             dense = self.gather()
             key_states, value_states = _join_graph(dense, key_states, value_states)
-        handle = Handle(self._ref, step, is_fragment and not step.was_empty)
+        is_fragment = is_fragment and not step.was_empty
+        if is_fragment:
+            rows.unread = self._ref
+        handle = Handle(self._ref, step, is_fragment)
         setattr(key_states, HANDLE, handle)
         setattr(value_states, HANDLE, handle)
         return key_states, value_states
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all padded positions, `[rows, kv_heads, padded length, dim]`, zeros where none is stored."""
+        """Keys and values of all padded positions, `[rows, kv_heads, length, dim]`, zeros where none is stored."""
         blocks, offsets, holes = self.rows.dense_index(self.group, self.storage.device)
         dense = []
         for source in (self.storage.key_blocks, self.storage.value_blocks):
@@ -322,7 +331,7 @@ class PagedCache(Cache):
         if tokens_to_remove > 0:
             if not _CROPS_TO_A_LENGTH:
                 raise ValueError(
-                    f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number, as in crop(-1)"
+                    f"crop({tokens_to_remove}): pass the number of tokens to remove, negative, as in crop(-1)"
                 )
             tokens_to_remove = min(tokens_to_remove - length, 0)
         if tokens_to_remove:
@@ -412,7 +421,7 @@ class PagedCache(Cache):
             rows: rows of this cache to take, in this order, repeats allowed; all by default.
 
         Raises:
-            NotImplementedError: the model has recurrent state layers, whose state cannot be shared, and `rows` is given.
+            NotImplementedError: `rows` is given and the model has recurrent layers, whose state cannot be shared.
         """
         if rows is not None and any(self._state_layers()):
             raise NotImplementedError("fork(rows) of a model with recurrent state layers; fork() copies their state")

@@ -128,8 +128,8 @@ class BlockPool:
         return storage
 
     def _make_storage(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerStorage:
-        per_block = self.block_size * key.shape[1] * (
-            key.shape[3] * key.element_size() + value.shape[3] * value.element_size()
+        per_block = (
+            self.block_size * key.shape[1] * (key.shape[3] * key.element_size() + value.shape[3] * value.element_size())
         )
         num_layers = sum(len(group.layers) for group in self.groups)
         if not self.is_sized:
@@ -144,7 +144,14 @@ class BlockPool:
         num_blocks = self.allocators[0].num_blocks
         try:
             storage = LayerStorage(
-                num_blocks, self.block_size, key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device
+                num_blocks,
+                self.block_size,
+                key.shape[1],
+                key.shape[3],
+                value.shape[3],
+                key.dtype,
+                value.dtype,
+                key.device,
             )
         except (RuntimeError, MemoryError) as error:
             raise MemoryError(

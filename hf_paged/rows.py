@@ -7,7 +7,8 @@ and finds the blocks for it, for all rows and groups or for none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,9 @@ class Rows:
         tables: per group of layers, the rows' block tables.
         step: the step that was begun last, until rows are changed in another way.
         has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
+        unread: weak reference to a layer that handed out new tokens alone, until the attention function has them.
+        always_dense: the model was seen to change keys or values after an update, so no layer may hand out new tokens
+            alone.
         state_lost: that state is ahead of the blocks, since a step was undone.
     """
 
@@ -40,6 +44,7 @@ class Rows:
         self.pool = pool
         self.num_layers = num_layers
         self.has_state = has_state
+        self.always_dense = False
         self.tables: list[list[BlockTable]] = []
         self._clear()
 
@@ -55,6 +60,7 @@ class Rows:
         self.tables = []
         self.step: StepPlan | None = None
         self.state_lost = False
+        self.unread: Callable[[], Any] | None = None
         self._num_steps = 0  # since the rows were empty
         self._stored = np.zeros((0, 0), bool)  # [rows, capacity]: padded positions whose tokens are in blocks
         self._unmasked = self._stored  # the same, but finished rows' padding counts as unmasked while generate() runs
@@ -87,8 +93,8 @@ class Rows:
             )
         if self.num_rows and num_rows != self.num_rows:
             raise ValueError(
-                f"this cache holds {self.num_rows} row{'s' if self.num_rows != 1 else ''}, but the batch has {num_rows}. "
-                "Use a new PagedCache, cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
+                f"this cache holds {self.num_rows} row{'s' if self.num_rows != 1 else ''}, but the batch has "
+                f"{num_rows}. Use a new PagedCache, cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
             )
         start, end = self.length, self.length + q_len
         new, must_be_dense = None, False
@@ -96,14 +102,15 @@ class Rows:
             if self._has_holes:
                 raise ValueError(
                     "this cache was filled with paged attention enabled, so the padding of its rows is not stored, and "
-                    "the padding mask of this forward pass cannot be seen to check it (or rows were released). Keep enable_paged_attention("
-                    "model) on for this cache and pass a 2-D attention_mask, or start from a new cache"
+                    "the padding mask of this forward pass cannot be seen to check it (or rows were released). Keep "
+                    "enable_paged_attention(model) on for this cache and pass a 2-D attention_mask, or start from a "
+                    "new cache"
                 )
         elif mask is None:
             if self._has_holes:
                 raise ValueError(
-                    "no attention_mask was passed, but rows of this cache have padding, which was never stored, or were "
-                    f"released. Pass the mask of all {end} positions"
+                    "no attention_mask was passed, but rows of this cache have padding, which was never stored, or "
+                    f"were released. Pass the mask of all {end} positions"
                 )
         else:
             if mask.ndim != 2 or mask.shape[0] != num_rows or mask.shape[1] < end:
@@ -183,6 +190,7 @@ class Rows:
     def undo(self) -> None:
         """Take the current step back: blocks, tables and lengths are as before it. Does nothing without one."""
         step, self.step = self.step, None
+        self.unread = None
         if step is None or not step.allocated:
             return
         self._undo_growths(step.growths)
@@ -208,8 +216,21 @@ class Rows:
         if self.step is not None and not self.step.closed:
             self.undo()
 
+    def check_read(self) -> None:
+        """Make sure that the attention function fetched the new tokens that a layer handed out without the old ones."""
+        layer = self.unread() if self.unread is not None else None
+        self.unread = None
+        if layer is not None:
+            self.always_dense = True
+            self.undo_open()
+            raise RuntimeError(
+                f"layer {layer.index} did not pass its keys on to the attention function unchanged, which it had done "
+                "before. The step was undone; run it again, and every layer is handed dense tensors from now on"
+            )
+
     def settle(self) -> None:
         """Make sure that the step before was written by every layer that takes part, or take it back."""
+        self.check_read()
         step = self.step
         if step is None or step.closed:
             return
@@ -231,8 +252,8 @@ class Rows:
             row, position = (int(i) for i in np.argwhere(shown)[0])
             raise ValueError(
                 f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
-                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask that the tokens were fed with, extended "
-                "for the new ones, or start from a new cache"
+                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask that "
+                "the tokens were fed with, extended for the new ones, or start from a new cache"
             )
         return True
 

@@ -283,9 +283,10 @@ _pool_lock = threading.Lock()
 def _find_fork() -> tuple[int, Any]:
     """The address of a C function `fork(function, data, threads, flags)` that runs `function(data)` in all threads.
 
-    Torch's OpenMP runtime has exactly this, `GOMP_parallel`, and its threads are still awake after a matrix product; a
-    second pool, such as numba's own, would fight them for the cores. Where torch brings no such function (macOS,
-    Windows) Python threads do the same. The second value keeps the function alive.
+    Torch's OpenMP runtime has exactly this, `GOMP_parallel`: one pool of threads then serves the matrix products and
+    the attention between them, any number of Python threads may call it, and numba's layers, one of which is not
+    thread-safe, stay out of it. Where torch brings no such function (macOS, Windows) Python threads do the same. The
+    second value keeps the function alive.
     """
     try:
         library = ctypes.CDLL(torch._C.__file__)  # a name is looked up in the libraries it is linked with, too

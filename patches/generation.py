@@ -102,7 +102,7 @@ def _check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs
     is_whole = mask is None or mask.shape[-1] == ids.shape[1]
     if is_whole and ids.shape[1] <= past:
         raise ValueError(
-            f"the prompt has {ids.shape[1]} positions, and the cache holds {past} already, so there is nothing to feed. "
+            f"the prompt has {ids.shape[1]} positions, and the cache holds {past} already, so nothing is left to feed. "
             "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
             "the new ids alone, pass an attention_mask that covers the cached positions too"
         )

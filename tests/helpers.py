@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -212,12 +213,22 @@ def logits_alone(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens[None], use_cache=False).logits[0]
 
 
-@torch.no_grad()
+_next_alone: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
 def greedy_alone(model: PreTrainedModel, tokens: torch.Tensor, count: int) -> torch.Tensor:
-    """`tokens` and `count` greedy ones after it, each from a forward pass over the whole row without a cache."""
+    """`tokens` and `count` greedy ones after it, each from a forward pass over the whole row without a cache.
+
+    What was worked out once is kept, since the same rows are asked for with every way of running a cache: do not
+    change a model's weights after the first call.
+    """
+    known = _next_alone.setdefault(model, {})
+    row = tuple(tokens.tolist())
     for _ in range(count):
-        tokens = torch.cat((tokens, logits_alone(model, tokens)[-1].argmax()[None]))
-    return tokens
+        if row not in known:
+            known[row] = int(logits_alone(model, torch.tensor(row))[-1].argmax())
+        row += (known[row],)
+    return torch.tensor(row)
 
 
 _in_float64: dict[int, tuple[PreTrainedModel, PreTrainedModel]] = {}

@@ -676,3 +676,41 @@ def test_an_enabled_model_goes_on_after_another_models_cache_was_refused(llama: 
         cache_of_its_own = PagedCache(other.config)
         same_tokens(other, generate(other, ids, mask, cache_of_its_own), generate_dynamic(other, ids, mask), mask)
     filled.assert_usable()
+
+
+@pytest.mark.parametrize("changed", ["key", "value"])
+def test_a_model_that_begins_to_change_what_it_was_given_is_noticed(llama: PreTrainedModel, changed: str) -> None:
+    """Some models take another way through their attention for single tokens, and change keys there."""
+    ids, mask = random_prompts(RAGGED)
+    cache = PagedCache(llama.config)
+    update = cache.update
+
+    def changing(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        keys, values = update(key, value, *args, **kwargs)
+        if key.shape[2] > 1:
+            return keys, values
+        return (keys.clone(), values) if changed == "key" else (keys, values.clone())
+
+    cache.update = changing
+    tokens = [torch.randint(5, 100, (3, 1)) for _ in range(3)]
+
+    def step(cache: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with torch.no_grad():
+            options = {CACHE_ARGUMENT: cache, "position_ids": positions, "use_cache": True}
+            return llama(input_ids=ids, attention_mask=mask, **options).logits[:, -1]
+
+    dynamic = DynamicCache(config=llama.config)
+    expected = [step(dynamic, ids, mask)]
+    masks = [mask]
+    for token in tokens:
+        masks.append(torch.cat((masks[-1], torch.ones(3, 1, dtype=mask.dtype)), dim=1))
+        expected.append(step(dynamic, token, masks[-1]))
+    with paged_attention(llama):
+        torch.testing.assert_close(step(cache, ids, mask), expected[0], atol=2e-4, rtol=1e-4)
+        before = snapshot(cache)
+        with pytest.raises(RuntimeError, match="run it again"):
+            step(cache, tokens[0], masks[1])
+        assert_unchanged(cache, before)
+        for token, grown, logits in zip(tokens, masks[1:], expected[1:], strict=True):
+            torch.testing.assert_close(step(cache, token, grown), logits, atol=2e-4, rtol=1e-4)

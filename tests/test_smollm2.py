@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import generate, generate_dynamic, run_way, same_tokens
+from helpers import generate, generate_dynamic, logits_alone, run_way, same_tokens
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_paged import PagedCache
@@ -59,38 +59,69 @@ def test_a_padded_batch_of_real_prompts_equals_dynamic(
         assert cache.stats().tokens < actual.numel() * 0.9
 
 
+def test_each_row_equals_what_a_pass_without_a_cache_chooses(
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], batch: dict[str, torch.Tensor], expected: torch.Tensor
+) -> None:
+    """The output that both ways are compared with is each row's own: one pass over the whole row says every choice."""
+    model, tokenizer = smollm2
+    width = batch["input_ids"].shape[1]
+    for row, tokens in enumerate(expected):
+        real = torch.cat((batch["attention_mask"][row].bool(), torch.ones(NEW, dtype=torch.bool)))
+        new = tokens[width:]
+        ends = (new == tokenizer.eos_token_id).nonzero()
+        count = int(ends[0]) + 1 if len(ends) else NEW
+        choices = logits_alone(model, tokens[real])[-NEW - 1 : -1].argmax(-1)
+        alone = torch.cat((tokens[:width], choices))
+        same_tokens(model, alone[: width + count], tokens[: width + count], batch["attention_mask"][row])
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_each_real_prompt_alone_equals_its_row(
+@pytest.mark.parametrize("row", [1, 2])
+def test_a_real_prompt_alone_equals_its_row_of_the_batch(
     smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase],
     batch: dict[str, torch.Tensor],
     expected: torch.Tensor,
     way: str,
+    row: int,
 ) -> None:
     model, tokenizer = smollm2
-    # Half of the rows each way: together all of them, twice over with the batch above.
-    for row in range(0 if way == "plain" else 1, len(PROMPTS), 2):
-        real = batch["attention_mask"][row].bool()
-        ids = batch["input_ids"][row : row + 1, real]
-        with run_way(model, way):
-            alone = generate(model, ids, cache=PagedCache(model.config), **options(tokenizer))
-        theirs = torch.cat((ids[0], expected[row, len(real) :]))
-        ends = (theirs[ids.shape[1] :] == tokenizer.eos_token_id).nonzero()
-        end = ids.shape[1] + int(ends[0]) + 1 if len(ends) else len(theirs)
-        same_tokens(model, alone[0, :end], theirs[:end])
+    real = batch["attention_mask"][row].bool()
+    ids = batch["input_ids"][row : row + 1, real]
+    arguments = options(tokenizer) | {"max_new_tokens": 32}
+    with run_way(model, way):
+        alone = generate(model, ids, cache=PagedCache(model.config), **arguments)
+    same_tokens(model, alone[0], torch.cat((ids[0], expected[row, len(real) :][: alone.shape[1] - ids.shape[1]])))
+
+
+SAMPLING = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def sampled(smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """20 tokens of each prompt sampled with a seed, from transformers' own cache."""
+    model, tokenizer = smollm2
+    torch.manual_seed(0)
+    return generate_dynamic(model, batch["input_ids"], batch["attention_mask"], **(options(tokenizer) | SAMPLING))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sampling_real_text_with_a_seed(
-    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase], batch: dict[str, torch.Tensor], way: str
+    smollm2: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    batch: dict[str, torch.Tensor],
+    sampled: torch.Tensor,
+    way: str,
 ) -> None:
     model, tokenizer = smollm2
-    arguments = options(tokenizer) | {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_p": 0.9}
-    outputs = []
-    for run, cache in ((generate_dynamic, {}), (generate, {"cache": PagedCache(model.config)})):
-        torch.manual_seed(0)
-        with run_way(model, way):
-            outputs.append(run(model, batch["input_ids"], batch["attention_mask"], **cache, **arguments))
-    assert torch.equal(outputs[1], outputs[0])
+    torch.manual_seed(0)
+    with run_way(model, way):
+        output = generate(
+            model,
+            batch["input_ids"],
+            batch["attention_mask"],
+            PagedCache(model.config),
+            **(options(tokenizer) | SAMPLING),
+        )
+    assert torch.equal(output, sampled)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -109,8 +140,8 @@ def test_a_chat_of_two_turns_on_one_cache(smollm2: tuple[PreTrainedModel, PreTra
         ids = torch.cat((ids, new), dim=1)
         fed.append(ids.shape[1] - cache.get_seq_length())
         with run_way(model, way):
-            output = generate(model, ids, cache=cache, max_new_tokens=24, pad_token_id=tokenizer.pad_token_id)
-        fresh = generate_dynamic(model, ids, max_new_tokens=24, pad_token_id=tokenizer.pad_token_id)
+            output = generate(model, ids, cache=cache, max_new_tokens=16, pad_token_id=tokenizer.pad_token_id)
+        fresh = generate_dynamic(model, ids, max_new_tokens=16, pad_token_id=tokenizer.pad_token_id)
         same_tokens(model, output, fresh)
         answer = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         assert answer.strip()

@@ -64,7 +64,7 @@ class DecodeResult:
         """What the context adds to a step of `name`, or None where that drowns in the spread."""
         full, base = self.comparison.timings[name], self.base.timings[name]
         added = full.median - base.median
-        return added if added > full.iqr + base.iqr else None
+        return added if added > 2 * (full.iqr + base.iqr) else None
 
     def context_bandwidth(self, name: str) -> float | None:
         """Bytes of keys and values over the time that the context adds: the rate of attention within the step."""

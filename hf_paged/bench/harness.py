@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import os
 import platform
 import statistics
@@ -20,6 +21,8 @@ from typing import Any
 
 import psutil
 import torch
+
+OUT_OF_CACHE = 256 << 20  # bytes to go round in, more than CPU caches hold
 
 
 @dataclass(frozen=True)
@@ -163,11 +166,13 @@ def synchronizer(device: torch.device | str) -> Callable[[], object] | None:
 def measure_read_bandwidth(nbytes: int, device: torch.device | str = "cpu", *, repeats: int = 7) -> float:
     """Bytes per second at which `device` reads `nbytes` that lie in one piece: the yardstick for attention in decode.
 
-    Read again and again, so what fits a cache is read from it, as it would be in decode.
+    Small pieces take turns, so that they come from memory: between two steps, a model's weights go through the caches.
     """
-    data = torch.ones(max(nbytes // 4, 1), dtype=torch.float32, device=device)
-    comparison = compare({"read": data.sum}, repeats=repeats, warmup=2, sync=synchronizer(device))
-    return data.numel() * 4 / comparison.timings["read"].median
+    size = max(nbytes // 4, 1)
+    count = max(1, OUT_OF_CACHE // (size * 4))
+    pieces = itertools.cycle(torch.ones(count, size, dtype=torch.float32, device=device))
+    comparison = compare({"read": lambda: next(pieces).sum()}, repeats=repeats, warmup=2, sync=synchronizer(device))
+    return size * 4 / comparison.timings["read"].median
 
 
 @dataclass(frozen=True)
