@@ -286,8 +286,8 @@ def test_a_filled_cache_with_several_sequences_a_row_is_refused(
 @every_way
 @pytest.mark.parametrize("inner", [False, True], ids=["model", "inner_model"])
 def test_use_cache_false_beside_a_cache_is_refused(llama: PreTrainedModel, way: str, inner: bool) -> None:
-    if CACHE_ARGUMENT == "past_key_values" and way == "plain":
-        pytest.skip("transformers 5.17 does not tell a cache about use_cache")
+    if CACHE_ARGUMENT == "past_key_values" and (way == "plain" or inner):
+        pytest.skip("transformers 5.17 tells nobody but the outermost module about use_cache")
     filled = Filled(llama, way)
     module = llama.base_model if inner else llama
     with run_way(llama, way):
