@@ -155,6 +155,11 @@ class DemoResult:
         return self.comparison.ratio(PAGED)
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the rounds differ so much that the speeds say little."""
+        return self.speedup.iqr > 0.25 * self.speedup.median
+
+    @property
     def num_equal(self) -> int:
         return sum(answer.difference is None for answer in self.answers)
 
@@ -174,6 +179,7 @@ class DemoResult:
             "answers": [asdict(answer) for answer in self.answers],
             "dynamic": asdict(self.dynamic) | {"waste": self.dynamic.waste},
             "paged": asdict(self.paged) | {"waste": self.paged.waste},
+            "disturbed": self.is_disturbed,
             "timing": self.comparison.as_dict(),
             "stats": self.stats.as_dict(),
             "machine": self.machine.as_dict(),
@@ -315,6 +321,10 @@ def print_demo(result: DemoResult, console: Console) -> None:
             f"{high:.2f}. {note}"
         )
     console.print(f"[dim]{note}[/]", highlight=False)
+    if result.is_disturbed:
+        console.print(
+            "[yellow]The runs differ widely, as when other work shares the machine: read nothing into the speeds.[/]"
+        )
     console.print()
     console.print(
         Panel(

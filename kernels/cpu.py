@@ -41,8 +41,9 @@ from . import reference
 
 name = "cpu"
 
-PIECE = 256  # tokens of one task
+PIECE = 512  # tokens of one task
 TILE = 128  # tokens between two rescalings of the softmax; their keys and values stay in the second-level cache
+SCORES = TILE + 4  # between two heads' scores of a tile: four are stored at a time, which may run over the end
 WRITE_SPAN = 32  # new tokens a write task stores
 SERIAL_BYTES = 1 << 17  # below so much K/V, starting a second thread costs more than it saves
 FEW_QUERIES = 16  # up to so many tokens behind a past, reading the blocks once a token beats gathering them
@@ -521,15 +522,32 @@ def _fma(typing, a, b, c):
 
 
 @intrinsic
-def _sum(typing, vector):
-    """The sum over the lanes."""
+def _store_sums(typing, pointer, a, b, c, d):
+    """Store the four sums over the lanes of four vectors; pairwise adds share the shuffles that a sum alone needs."""
 
     def emit(context, builder, signature, arguments):
-        kind = ir.FunctionType(ir.FloatType(), [ir.FloatType(), ir.VectorType(ir.FloatType(), LANES)])
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
-        return builder.call(function, [ir.Constant(ir.FloatType(), 0), arguments[0]], fastmath=["reassoc"])
+        def pick(x, y, lanes):
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
-    return types.float32(_vector), emit
+        def fold(x, y, low, high):
+            return builder.fadd(pick(x, y, low), pick(x, y, high))
+
+        n = LANES
+        # within each 4 lanes: [x0 y0 x1 y1] + [x2 y2 x3 y3]
+        low = [i for q in range(0, n, 4) for i in (q, n + q, q + 1, n + q + 1)]
+        high = [i for q in range(0, n, 4) for i in (q + 2, n + q + 2, q + 3, n + q + 3)]
+        ab, cd = fold(arguments[1], arguments[2], low, high), fold(arguments[3], arguments[4], low, high)
+        low = [i for q in range(0, n, 4) for i in (q, q + 1, n + q, n + q + 1)]
+        high = [i for q in range(0, n, 4) for i in (q + 2, q + 3, n + q + 2, n + q + 3)]
+        total = fold(ab, cd, low, high)
+        while n > 4:
+            n //= 2
+            total = fold(total, total, list(range(n)), list(range(n, 2 * n)))
+        kind = ir.VectorType(ir.FloatType(), 4)
+        builder.store(total, builder.bitcast(arguments[0], kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(pointer, _vector, _vector, _vector, _vector), emit
 
 
 @intrinsic
@@ -665,18 +683,18 @@ def _largest(values, count):
 
 @_compiled
 def _dots(query, key, stride, count, heads, dim, scores):
-    """`scores[h * TILE + s] = query[h] . key[s]`, by two heads and four slots at a time.
+    """`scores[h * SCORES + s] = query[h] . key[s]`, by two heads and four slots at a time.
 
-    Where heads or slots run out, the last one is done twice.
+    Where slots run out, the last one is done again; what that stores is written over by the next run, or not read.
     """
     last = count - 1
     for s in range(0, count, 4):
         s1, s2, s3 = min(s + 1, last), min(s + 2, last), min(s + 3, last)
         k0, k1 = _offset(key, s * stride), _offset(key, s1 * stride)
         k2, k3 = _offset(key, s2 * stride), _offset(key, s3 * stride)
-        for h in range(0, heads, 2):
-            other = min(h + 1, heads - 1)
-            q0, q1 = _offset(query, h * dim), _offset(query, other * dim)
+        h = 0
+        while h + 2 <= heads:
+            q0, q1 = _offset(query, h * dim), _offset(query, (h + 1) * dim)
             a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = _fill(np.float32(0))
             for d in range(0, dim, LANES):
                 x, y = _load(_offset(q0, d)), _load(_offset(q1, d))
@@ -688,18 +706,27 @@ def _dots(query, key, stride, count, heads, dim, scores):
                 a2, b2 = _fma(x, z, a2), _fma(y, z, b2)
                 z = _load(_offset(k3, d))
                 a3, b3 = _fma(x, z, a3), _fma(y, z, b3)
-            t = _offset(scores, h * TILE)
-            t[s], t[s1], t[s2], t[s3] = _sum(a0), _sum(a1), _sum(a2), _sum(a3)
-            t = _offset(scores, other * TILE)
-            t[s], t[s1], t[s2], t[s3] = _sum(b0), _sum(b1), _sum(b2), _sum(b3)
+            _store_sums(_offset(scores, h * SCORES + s), a0, a1, a2, a3)
+            _store_sums(_offset(scores, (h + 1) * SCORES + s), b0, b1, b2, b3)
+            h += 2
+        if h < heads:
+            q0 = _offset(query, h * dim)
+            a0 = a1 = a2 = a3 = _fill(np.float32(0))
+            for d in range(0, dim, LANES):
+                x = _load(_offset(q0, d))
+                a0 = _fma(x, _load(_offset(k0, d)), a0)
+                a1 = _fma(x, _load(_offset(k1, d)), a1)
+                a2 = _fma(x, _load(_offset(k2, d)), a2)
+                a3 = _fma(x, _load(_offset(k3, d)), a3)
+            _store_sums(_offset(scores, h * SCORES + s), a0, a1, a2, a3)
 
 
 @_compiled
 def _accumulate(weights, value, stride, count, heads, dim, total):
-    """`total[h] += sum over s of weights[h * TILE + s] * value[s]`, by two heads and four vectors at a time."""
+    """`total[h] += sum over s of weights[h * SCORES + s] * value[s]`, by two heads and four vectors at a time."""
     for h in range(0, heads, 2):
         other = min(h + 1, heads - 1)
-        w0, w1 = _offset(weights, h * TILE), _offset(weights, other * TILE)
+        w0, w1 = _offset(weights, h * SCORES), _offset(weights, other * SCORES)
         t0, t1 = _offset(total, h * dim), _offset(total, other * dim)
         d = 0
         while d + 4 * LANES <= dim:
@@ -826,6 +853,10 @@ def _attend_tasks(data, element):
     block_size, kv_heads, key_dim, value_dim = storage[8], storage[9], storage[10], storage[11]
     size = storage[12]
     group = heads // kv_heads
+    shift = np.int64(0)  # of a block size, which is a power of two
+    while (1 << shift) < block_size:
+        shift += 1
+    inside = block_size - 1
 
     blocks = _pointer(plan[0], types.int32)
     table_stride = plan[1]
@@ -846,10 +877,10 @@ def _attend_tasks(data, element):
     parts = _pointer(call[15], types.float32)
     unfinished = _pointer(call[16], types.int64)
 
-    memory = np.zeros(group * (wide_key + TILE) + part + TILE * (wide_key + wide_value), dtype=np.float32)
+    memory = np.zeros(group * (wide_key + SCORES) + part + TILE * (wide_key + wide_value), dtype=np.float32)
     q = _pointer(np.int64(memory.ctypes.data), types.float32)
     scores = _offset(q, group * wide_key)
-    own_part = _offset(scores, group * TILE)
+    own_part = _offset(scores, group * SCORES)
     key_scratch = _typed(_address(_offset(own_part, part)), element)
     value_scratch = _typed(_address(_offset(own_part, part + TILE * wide_key)), element)
 
@@ -898,7 +929,7 @@ def _attend_tasks(data, element):
             count = min(end - start, TILE)
             done = 0
             while done < count:  # a run is the part of a tile that is in one block
-                block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
+                block, slot = np.int64(table[(start + done) >> shift]), (start + done) & inside
                 run = min(block_size - slot, count - done)
                 if key_slot == key_dim and value_slot == value_dim:
                     k = _offset(keys, block * key_block + kv_head * key_head + slot * key_slot)
@@ -908,7 +939,7 @@ def _attend_tasks(data, element):
                 done += run
             done = 0
             while done < count:
-                block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
+                block, slot = np.int64(table[(start + done) >> shift]), (start + done) & inside
                 run = min(block_size - slot, count - done)
                 k, stride = _offset(keys, block * key_block + kv_head * key_head + slot * key_slot), key_slot
                 if wide_key != key_dim:
@@ -916,11 +947,11 @@ def _attend_tasks(data, element):
                 _dots(q, k, stride, run, group, wide_key, _offset(scores, done))
                 done += run
             for h in range(group):
-                tile, sum_h = _offset(scores, h * TILE), _offset(total, h * wide_value)
+                tile, sum_h = _offset(scores, h * SCORES), _offset(total, h * wide_value)
                 _softmax_tile(tile, count, scale, softcap, _offset(maximum, h), _offset(mass, h), sum_h, wide_value)
             done = 0
             while done < count:
-                block, slot = np.int64(table[(start + done) // block_size]), (start + done) % block_size
+                block, slot = np.int64(table[(start + done) >> shift]), (start + done) & inside
                 run = min(block_size - slot, count - done)
                 v, stride = _offset(values, block * value_block + kv_head * value_head + slot * value_slot), value_slot
                 if wide_value != value_dim:

@@ -107,6 +107,22 @@ def test_a_text_that_differs_is_shown_and_fails(
     assert "differ from token 4" in result.stdout and "no near tie" in result.stdout
 
 
+def test_speeds_that_scatter_are_not_to_be_trusted() -> None:
+    from hf_paged.bench.harness import Comparison, Timing
+
+    def result(*paged: float) -> demo_module.DemoResult:
+        found = demo_module.DemoResult.__new__(demo_module.DemoResult)
+        timings = {
+            demo_module.DYNAMIC: Timing(demo_module.DYNAMIC, (1.0, 1.0, 1.0)),
+            demo_module.PAGED: Timing(demo_module.PAGED, paged),
+        }
+        object.__setattr__(found, "comparison", Comparison(timings, demo_module.DYNAMIC))
+        return found
+
+    assert not result(0.8, 0.82, 0.81).is_disturbed
+    assert result(0.1, 0.9, 1.4).is_disturbed
+
+
 def test_a_near_tie_is_told_apart_from_a_fault(
     tiny_llama_folder: Path, few_prompts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
