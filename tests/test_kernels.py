@@ -1,5 +1,6 @@
 """Every backend against attention computed in float64 from the dense keys and values that were written."""
 
+import ctypes
 import math
 import os
 import subprocess
@@ -15,7 +16,7 @@ from hf_paged.plan import GroupPlan
 from hf_paged.storage import LayerStorage
 
 try:
-    from hf_paged.kernels import cpu
+    from hf_paged.kernels import cpu, cpu_threads
 except ImportError:  # numba is optional
     cpu = None
 
@@ -395,8 +396,8 @@ def test_a_row_is_the_same_in_any_batch_and_with_any_number_of_threads():
 @pytest.mark.parametrize("fork", ["torch", "python"])
 def test_several_threads_at_once(fork, monkeypatch):
     if fork == "python":  # what serves where torch has no OpenMP runtime of the kind we can call
-        callback = cpu._FORK_TYPE(cpu._fork_python_threads)
-        monkeypatch.setattr(cpu, "_FORK", cpu.ctypes.cast(callback, cpu.ctypes.c_void_p).value)
+        callback = cpu_threads._FORK_TYPE(cpu_threads._fork_python_threads)
+        monkeypatch.setattr(cpu, "FORK", ctypes.cast(callback, ctypes.c_void_p).value)
     setups = [Setup([900 + 10 * i, 40], heads=8, kv_heads=2, seed=i).fill(cpu) for i in range(4)]
     queries = [setup.random(2, 8, 1, 64) for setup in setups]
     expected = [
@@ -423,7 +424,7 @@ def test_several_threads_at_once(fork, monkeypatch):
 def test_compiled_code_is_loaded_by_the_next_process(tmp_path):
     code = """
 import torch
-from hf_paged.kernels import cpu
+from hf_paged.kernels import cpu, cpu_compiled
 from hf_paged.storage import LayerStorage
 from hf_paged.plan import GroupPlan
 storage = LayerStorage(2, 16, 1, 8, 8, torch.float32, torch.float32, torch.device("cpu"))
@@ -432,8 +433,8 @@ plan = GroupPlan(zero, one, zero, 1)
 x = torch.ones(1, 1, 1, 8)
 cpu.write(storage, x, x, plan)
 assert torch.equal(cpu.decode(x, storage, plan, scale=1.0)[0], x[0])
-print(sum(sum(f.stats.cache_misses.values()) for f in (cpu._decode, cpu._write)),
-      sum(worker._cache_hits for worker in cpu._kept))
+print(sum(sum(f.stats.cache_misses.values()) for f in (cpu_compiled.start_decode, cpu_compiled.start_write)),
+      sum(worker._cache_hits for worker in cpu_compiled.KEPT))
 """
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = [subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True) for _ in range(2)]
