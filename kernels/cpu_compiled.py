@@ -26,6 +26,8 @@ from .cpu_intrinsics import (
     copy,
     fill,
     fma,
+    larger,
+    largest_lane,
     load,
     narrow,
     offset,
@@ -81,10 +83,17 @@ def _exp(x):
     return p * bits_to_float((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
-@njit(cache=_CACHE, nogil=True, fastmath=_FAST | {"nnan"})
+@_compiled
 def _largest(values, count):
-    largest = values[0]
-    for i in range(1, count):
+    """The largest of `count` values. By hand, since the compiler makes one long chain of comparisons of such a loop."""
+    whole = count - count % LANES
+    largest = np.float32(_LOWEST)
+    if whole:
+        lanes = load(values)
+        for i in range(LANES, whole, LANES):
+            lanes = larger(load(offset(values, i)), lanes)
+        largest = largest_lane(lanes)
+    for i in range(whole, count):
         largest = max(largest, values[i])
     return largest
 

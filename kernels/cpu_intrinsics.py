@@ -176,6 +176,38 @@ def fma(typing, a, b, c):
     return _vector(_vector, _vector, _vector), emit
 
 
+def _emit_larger(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def larger(typing, a, b):
+    """The larger of two values, lane by lane."""
+
+    def emit(context, builder, signature, arguments):
+        return _emit_larger(builder, *arguments)
+
+    return _vector(_vector, _vector), emit
+
+
+@intrinsic
+def largest_lane(typing, vector):
+    """The largest of the lanes."""
+
+    def emit(context, builder, signature, arguments):
+        result, n = arguments[0], LANES
+        while n > 1:
+            n //= 2
+            halves = (
+                builder.shuffle_vector(result, result, ir.Constant(ir.VectorType(ir.IntType(32), n), list(lanes)))
+                for lanes in (range(n), range(n, 2 * n))
+            )
+            result = _emit_larger(builder, *halves)
+        return builder.extract_element(result, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(_vector), emit
+
+
 @intrinsic
 def store_sums(typing, pointer, a, b, c, d):
     """Store the four sums over the lanes of four vectors; pairwise adds share the shuffles that a sum alone needs."""
