@@ -78,8 +78,11 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     elif not plain:
         step.plain_groups.discard(group)
     members = [cache.layers[index] for index in cache.pool.groups[group].layers]
-    if plain and not step.must_be_dense and not layer.rows.always_dense and all(
-        member.hands_over for member in members
+    if (
+        plain
+        and not step.must_be_dense
+        and not layer.rows.always_dense
+        and all(member.hands_over for member in members)
     ):
         mask = None
     else:

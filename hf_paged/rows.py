@@ -94,7 +94,8 @@ class Rows:
         if self.num_rows and num_rows != self.num_rows:
             raise ValueError(
                 f"this cache holds {self.num_rows} row{'s' if self.num_rows != 1 else ''}, but the batch has "
-                f"{num_rows}. Use a new PagedCache, cache.reset(), or cache.batch_select_indices / batch_repeat_interleave"
+                f"{num_rows}. Use a new PagedCache, cache.reset(), cache.batch_select_indices() or "
+                "cache.batch_repeat_interleave()"
             )
         start, end = self.length, self.length + q_len
         new, must_be_dense = None, False
@@ -252,8 +253,8 @@ class Rows:
             row, position = (int(i) for i in np.argwhere(shown)[0])
             raise ValueError(
                 f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
-                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask that "
-                "the tokens were fed with, extended for the new ones, or start from a new cache"
+                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask "
+                "that the tokens were fed with, extended for the new ones, or start from a new cache"
             )
         return True
 

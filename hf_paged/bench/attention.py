@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,26 +13,26 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_paged.bench.harness import OUT_OF_CACHE, compare
 from hf_paged.kernels import cpu
 from hf_paged.plan import GroupPlan
 from hf_paged.storage import LayerStorage
 
 ROUNDS = 9
-ROUND_SECONDS = 0.02
-OUT_OF_CACHE = 256 << 20  # bytes of K/V to go round in, unless a layer of its own is larger
 
 
 def measure_attention_layer(
     batch: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16
 ) -> dict[str, float]:
-    """Time one layer of one decode step in microseconds, the least of `ROUNDS` rounds that alternate what is measured.
+    """Time one layer of one decode step; variants alternate, and figures are medians over `ROUNDS` rounds.
 
     Several layers take turns, so that keys and values come from memory as they do in a model.
 
     Returns:
-        `write`, `decode` and `paged` (both) of the CPU kernels; `cat_sdpa`, DynamicCache's concatenation and SDPA;
-        `sdpa` alone on contiguous tensors; `read`, a plain sum over as many bytes as the layer's K/V has;
-        `speedup`, cat_sdpa / paged; `bandwidth`, read / decode.
+        In microseconds a layer: `write`, `decode` and `paged` (both) of the CPU kernels; `cat_sdpa`, DynamicCache's
+        concatenation and SDPA; `sdpa` alone on contiguous tensors; `read`, a plain sum over as many bytes as the
+        layer's K/V has. `speedup`, the median over rounds of cat_sdpa / paged, and its quartiles `speedup_low` and
+        `speedup_high`; `bandwidth`, that of read / decode; `bytes` of K/V.
     """
     size = 2 * batch * length * kv_heads * head_dim * dtype.itemsize
     count = max(1, min(64, OUT_OF_CACHE // size))
@@ -52,9 +51,11 @@ def measure_attention_layer(
         return decode(layer)
 
     def cat_sdpa(layer: SimpleNamespace) -> Tensor:
-        key = torch.cat([layer.key[:, :, 1:], layer.new_key], dim=-2)
-        value = torch.cat([layer.value[:, :, 1:], layer.new_value], dim=-2)
-        return sdpa_attention_forward(module, layer.query, key, value, None, scaling=scale)[0]
+        # Kept and let go as by DynamicCache, for memory that comes anew from the system is far slower; but for the
+        # oldest token, so that lengths stay equal.
+        layer.key = torch.cat([layer.key[:, :, 1:], layer.new_key], dim=-2)
+        layer.value = torch.cat([layer.value[:, :, 1:], layer.new_value], dim=-2)
+        return sdpa_attention_forward(module, layer.query, layer.key, layer.value, None, scaling=scale)[0]
 
     def sdpa(layer: SimpleNamespace) -> Tensor:
         return sdpa_attention_forward(module, layer.query, layer.key, layer.value, None, scaling=scale)[0]
@@ -62,12 +63,23 @@ def measure_attention_layer(
     def read(layer: SimpleNamespace) -> Tensor:
         return layer.same_size.sum()
 
-    measured = (write, decode, paged, cat_sdpa, sdpa, read)
+    def over_layers(function: Callable[[SimpleNamespace], object]) -> Callable[[], None]:
+        def run() -> None:
+            for layer in layers:
+                function(layer)
+
+        return run
+
+    measured = (cat_sdpa, write, decode, paged, sdpa, read)
     with torch.inference_mode():
-        best = _fastest([(function, layers) for function in measured])
-    result = {function.__name__: 1e6 * seconds for function, seconds in zip(measured, best, strict=True)}
-    result["speedup"] = result["cat_sdpa"] / result["paged"]
-    result["bandwidth"] = result["read"] / result["decode"]
+        comparison = compare(
+            {function.__name__: over_layers(function) for function in measured}, repeats=ROUNDS, warmup=2, units=count
+        )
+    result = {name: 1e6 * timing.median for name, timing in comparison.timings.items()}
+    speedup = comparison.ratio("paged")
+    result["speedup"] = speedup.median
+    result["speedup_low"], result["speedup_high"] = speedup.quartiles
+    result["bandwidth"] = comparison.ratio("decode", "read").median
     result["bytes"] = size
     return result
 
@@ -91,27 +103,10 @@ def _make_layer(
         query=new(heads),
         new_key=new(kv_heads),
         new_value=new(kv_heads),
-        key=dense[0],
-        value=dense[1],
+        key=dense[0].clone(),  # two tensors, as in DynamicCache
+        value=dense[1].clone(),
         same_size=torch.randn(dense.numel() * dtype.itemsize // 4),
     )
-
-
-def _fastest(measured: list[tuple[Callable[..., object], list[SimpleNamespace]]]) -> list[float]:
-    """Seconds a call: for each function the least over all rounds of the mean of a round."""
-
-    def mean(function: Callable[..., object], layers: list[SimpleNamespace], turns: int) -> float:
-        start = time.perf_counter()
-        for _ in range(turns):
-            for layer in layers:
-                function(layer)
-        return (time.perf_counter() - start) / (turns * len(layers))
-
-    for function, layers in measured:
-        mean(function, layers, 1)  # compile and warm up
-    turns = [max(1, int(ROUND_SECONDS / (mean(*each, 1) * len(each[1])))) for each in measured]
-    rounds = [[mean(*each, n) for each, n in zip(measured, turns, strict=True)] for _ in range(ROUNDS)]
-    return [min(times) for times in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":
