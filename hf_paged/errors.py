@@ -18,8 +18,9 @@ class OutOfBlocksError(RuntimeError):
         super().__init__(
             f"this step needs {needed:,} more block{'s' if needed != 1 else ''} of {block_size} tokens, but only "
             f"{free:,} of {total:,} are free (the pool holds {total * block_size:,} tokens in all). Nothing was "
-            "changed. Make the pool larger (`num_blocks=` or `max_memory=` of PagedCache), run fewer or shorter rows, or "
-            "give blocks back with `cache.release(rows)`, `cache.reset()`, or by deleting other caches on the same pool."
+            "changed. Make the pool larger (`num_blocks=` or `max_memory=` of PagedCache), run fewer or shorter rows, "
+            "or give blocks back with `cache.release(rows)`, `cache.reset()`, or by deleting other caches on the same "
+            "pool."
         )
 
     def __reduce__(self) -> tuple:
