@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -73,6 +74,8 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     is_window = layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
     plain = not overlaid and (is_causal if layer.kind == "full_attention" else is_window)
     build = partial(sdpa_mask, **kwargs)
+    if plain and is_window and (stored := cache.stored_positions(step)) is not None:
+        build = partial(_window_mask, stored, layer.window, **kwargs)
     if group in step.masks and group not in step.plain_groups:
         plain = False  # another mask for the same layers was not plain: the plan cannot tell which layer gets which
     elif not plain:
@@ -93,6 +96,27 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     if mask is None:
         step.build_mask[group] = build
     return mask
+
+
+def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor | None:
+    """The mask of a sliding window counted in stored tokens, as the kernels do. transformers counts positions, which is
+    not the same where a row has padding between its tokens.
+
+    Args:
+        stored: `[rows, kv_length]` bool: which positions have a token in the blocks.
+        window: tokens that a query sees, itself included.
+    """
+    mask = sdpa_mask(**kwargs)
+    if mask is None:
+        return mask
+    start, end = kwargs["q_offset"], kwargs["q_offset"] + kwargs["q_length"]
+    rank = torch.from_numpy(stored.cumsum(axis=1)).to(mask.device)  # [rows, kv_length]
+    seen = rank[:, None, :] > rank[:, start:end, None] - window
+    causal = causal_mask_function(0, 0, torch.arange(start, end)[:, None], torch.arange(end)).to(mask.device)
+    shown = seen & causal
+    if kwargs["attention_mask"] is not None:
+        shown = shown & kwargs["attention_mask"][:, None, :end]
+    return shown[:, None]  # [rows, 1, q_length, kv_length]
 
 
 def paged_attention_forward(
@@ -200,8 +224,6 @@ def _attend(
         key, value = layer.gather()
     if left_to_us:
         attention_mask = step.build_mask[group]()
-    elif attention_mask is not None and attention_mask is not ours:
-        _check_custom_mask(attention_mask, layer)
     return dense_attention(
         module,
         query,
@@ -261,20 +283,6 @@ def dense_attention(
     weights = torch.nn.functional.dropout(weights, dropout, module.training).to(value.dtype)
     output = (weights @ value).transpose(1, 2).contiguous()
     return output, weights if weights_wanted else None
-
-
-def _check_custom_mask(mask: torch.Tensor, layer: PagedLayer) -> None:
-    """A mask that the cache never saw must not show positions that were never stored."""
-    holes = layer.rows.dense_index(layer.group, layer.storage.device)[2]
-    if holes is None:
-        return
-    shown = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    length = min(shown.shape[-1], holes.shape[-1])
-    if (shown[..., :length] & holes[:, None, None, :length]).any():
-        raise ValueError(
-            "the custom attention mask shows padding, which a PagedCache never stores while paged attention is "
-            "enabled. Mask the padding out, or use a new PagedCache after disable_paged_attention(model)"
-        )
 
 
 class _Output(torch.autograd.Function):

@@ -240,7 +240,7 @@ class PagedCache(Cache):
 
     Args:
         config: the model's config; it says which layers there are.
-        block_size: tokens per block, a power of two from 1 to 256. Change it with a benchmark only.
+        block_size: tokens per block, a power of two from 1 to 256; 16 by default. Change it with a benchmark only.
         num_blocks: blocks in the pool.
         max_memory: instead of `num_blocks`: bytes, `"4GiB"`, or a fraction of the memory free at first use. Without
             either, half of that; see `BlockPool`.
@@ -257,7 +257,7 @@ class PagedCache(Cache):
         self,
         config: PreTrainedConfig | None = None,
         *,
-        block_size: int = 16,
+        block_size: int | None = None,
         num_blocks: int | None = None,
         max_memory: int | float | str | None = None,
         pool: BlockPool | None = None,
@@ -267,8 +267,10 @@ class PagedCache(Cache):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a transformers config, such as model.config, not {type(config).__name__}")
         if pool is None:
-            pool = BlockPool(block_size=block_size, num_blocks=num_blocks, max_memory=max_memory)
-        elif num_blocks is not None or max_memory is not None or block_size not in (16, pool.block_size):
+            pool = BlockPool(
+                block_size=16 if block_size is None else block_size, num_blocks=num_blocks, max_memory=max_memory
+            )
+        elif any(option is not None for option in (block_size, num_blocks, max_memory)):
             raise ValueError("block_size, num_blocks and max_memory belong to the pool; give them to BlockPool")
         kinds, kwargs = _layer_kinds(config)
         groups = _group_layers(kinds, kwargs)
@@ -428,7 +430,11 @@ class PagedCache(Cache):
         return self._copy(self._rows.fork(rows), {})
 
     def rollback(self) -> None:
-        """Undo the last forward pass, if nothing else was done to the cache since."""
+        """Undo the last forward pass, if nothing else was done to the cache since.
+
+        The recurrent state of linear attention layers cannot be undone: the cache of a model that has such layers then
+        refuses to go on until `reset()`.
+        """
         self._rows.undo()
 
     def __deepcopy__(self, memo: dict) -> PagedCache:
@@ -483,6 +489,11 @@ class PagedCache(Cache):
             rows.step = step
         return step
 
+    def stored_positions(self, step: StepPlan) -> np.ndarray | None:
+        """`[rows, length]` bool: which padded positions have a token in the blocks once `step` is written; None for all
+        of them."""
+        return self._rows.stored_positions(step)
+
     def enter_pass(self) -> None:
         """A forward pass begins whose end will be told by `leave_pass`."""
         if self._in_pass:  # the one before was interrupted in a way that no hook is told of
@@ -492,6 +503,8 @@ class PagedCache(Cache):
 
     def leave_pass(self, *, failed: bool) -> None:
         """A forward pass has ended; if it failed, the cache is put back to what it was before."""
+        if not self._in_pass:
+            return  # what failed was something else, and the step of a pass that nobody watched is complete
         self._in_pass = False
         if failed:
             self._rows.undo_open()

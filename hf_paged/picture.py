@@ -12,9 +12,9 @@ MARKS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FREE, SHARED, OTHER = "·", "#", "?"
 
 
-def owners(cache: PagedCache, group: int = 0) -> list[str]:
-    """One mark for each block up to the highest in use: the row's letter, `#` where rows share it, `·` where free, and
-    `?` where another cache on the pool holds it.
+def owners(cache: PagedCache, group: int = 0) -> list[int | str]:
+    """What each block is, up to the last in use: the number of the row that holds it alone, `SHARED` where rows share
+    it, `FREE`, or `OTHER` where another cache on the pool holds it.
 
     Args:
         group: which group of layers; most models have one.
@@ -28,29 +28,36 @@ def owners(cache: PagedCache, group: int = 0) -> list[str]:
         for block in blocks:
             holders.setdefault(block, []).append(row)
     allocator = pool.allocators[group]
-    marks = []
-    for block in range(allocator.num_blocks):
-        if block >= allocator.high_water:
-            break
+    found: list[int | str] = []
+    for block in range(allocator.high_water):
         rows = holders.get(block)
         if rows is None:
-            marks.append(OTHER if allocator.references(block) else FREE)
+            found.append(OTHER if allocator.references(block) else FREE)
         else:
-            marks.append(MARKS[rows[0] % len(MARKS)] if len(rows) == allocator.references(block) == 1 else SHARED)
-    return marks
+            found.append(rows[0] if len(rows) == allocator.references(block) == 1 else SHARED)
+    while found and found[-1] == FREE:
+        found.pop()
+    return found
 
 
 def text_map(cache: PagedCache, width: int = 64) -> str:
-    """The blocks as lines of marks, `width` to a line, with a legend."""
-    marks = owners(cache)
-    while marks and marks[-1] == FREE:
-        marks.pop()
-    stats = cache.stats()
-    lines = ["".join(marks[start : start + width]) for start in range(0, len(marks), width)]
-    legend = (
-        f"{stats.used_blocks:,} of {stats.total_blocks:,} blocks in use; a letter a row, {SHARED} shared, {FREE} free"
-    )
-    return "\n".join([*lines, legend])
+    """The blocks as lines of marks, `width` to a line, with a legend; one such map for each group of layers."""
+    maps = []
+    for group, layers in enumerate(cache.pool.groups):
+        marks = [MARKS[what % len(MARKS)] if isinstance(what, int) else what for what in owners(cache, group)]
+        lines = ["".join(marks[start : start + width]) for start in range(0, len(marks), width)]
+        name = f"{layers.name}: " if len(cache.pool.groups) > 1 else ""
+        others = f", {OTHER} of another cache" if OTHER in marks else ""
+        lines.append(f"{name}{_count(cache, group)}; a letter a row, {SHARED} shared, {FREE} free{others}")
+        maps.append("\n".join(lines))
+    return "\n".join(maps)
+
+
+def _count(cache: PagedCache, group: int) -> str:
+    if not cache.pool.is_sized:
+        return "no blocks in use yet"
+    allocator = cache.pool.allocators[group]
+    return f"{allocator.num_used:,} of {allocator.num_blocks:,} blocks in use"
 
 
 def html_map(cache: PagedCache, limit: int = 2048) -> str:
@@ -59,33 +66,32 @@ def html_map(cache: PagedCache, limit: int = 2048) -> str:
     Args:
         limit: blocks to draw at most; the rest is told as a number.
     """
-    marks = owners(cache)
-    while marks and marks[-1] == FREE:
-        marks.pop()
     stats = cache.stats()
-    squares = []
-    for block, mark in enumerate(marks[:limit]):
-        if mark == FREE:
-            style, what = "background:transparent;border:1px solid #bbb", "free"
-        elif mark == SHARED:
-            style, what = "background:#444;border:1px solid #444", "shared"
-        elif mark == OTHER:
-            style, what = "background:#ddd;border:1px solid #ccc", "another cache"
-        else:
-            row = MARKS.index(mark)
-            style = f"background:hsl({row * 137 % 360} 65% 60%);border:1px solid hsl({row * 137 % 360} 65% 45%)"
-            what = f"row {row}"
-        squares.append(
-            f'<span title="block {block}: {what}" style="display:inline-block;width:9px;height:9px;margin:1px;{style}">'
-            "</span>"
-        )
-    more = f"<div>and {len(marks) - limit:,} more</div>" if len(marks) > limit else ""
+    maps = []
+    for group, layers in enumerate(cache.pool.groups):
+        found = owners(cache, group)
+        squares = "".join(_square(block, what) for block, what in enumerate(found[:limit]))
+        more = f"<div>and {len(found) - limit:,} more</div>" if len(found) > limit else ""
+        maps.append(f"<div>{html.escape(layers.name)}: {_count(cache, group)}</div>{squares}{more}")
     caption = (
-        f"{cache!r}: {stats.used_blocks:,} of {stats.total_blocks:,} blocks in use, {stats.shared_blocks:,} shared, "
-        f"waste {stats.waste:.1%}; reserved {stats.reserved_bytes:,} B, in use {stats.used_bytes:,} B, "
-        f"tokens {stats.token_bytes:,} B"
+        f"{cache!r}: {stats.shared_blocks:,} shared, waste {stats.waste:.1%}; reserved {stats.reserved_bytes:,} B, "
+        f"in use {stats.used_bytes:,} B, tokens {stats.token_bytes:,} B"
     )
     return (
         f'<div style="font-family:monospace;font-size:12px;line-height:11px;max-width:720px">'
-        f'<div style="line-height:16px;margin-bottom:4px">{html.escape(caption)}</div>{"".join(squares)}{more}</div>'
+        f'<div style="line-height:16px;margin-bottom:4px">{html.escape(caption)}</div>{"".join(maps)}</div>'
     )
+
+
+def _square(block: int, what: int | str) -> str:
+    if isinstance(what, int):
+        hue = what * 137 % 360  # neighbours far apart on the colour wheel
+        fill, line, text = f"hsl({hue} 65% 60%)", f"hsl({hue} 65% 45%)", f"row {what}"
+    else:
+        fill, line, text = {
+            FREE: ("transparent", "#bbb", "free"),
+            SHARED: ("#444", "#444", "shared"),
+            OTHER: ("#ddd", "#ccc", "another cache"),
+        }[what]
+    style = f"display:inline-block;width:9px;height:9px;margin:1px;background:{fill};border:1px solid {line}"
+    return f'<span title="block {block}: {text}" style="{style}"></span>'

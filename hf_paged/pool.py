@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
 
-from hf_paged.allocator import BlockAllocator, check_block_size
+from hf_paged.allocator import BlockAllocator, BlockTable, check_block_size
 from hf_paged.storage import LayerStorage
 
 logger = logging.getLogger("hf_paged")
@@ -39,6 +40,37 @@ class LayerGroup:
         return self.kind if self.window is None else f"{self.kind}({self.window})"
 
 
+class _PoolLock:
+    """A lock that a thread may take again while it has it, and which knows whether anybody has it."""
+
+    def __init__(self, on_free: Callable[[], None]) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._on_free = on_free
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            if self._depth == 1:
+                self._on_free()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def take_if_free(self) -> bool:
+        """Take the lock unless a thread has it, this one included. To be given up as at the end of `with`."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        if self._depth:
+            self._lock.release()
+            return False
+        self._depth = 1
+        return True
+
+
 class BlockPool:
     """Blocks for every layer of a model, shared by the caches that are made on it.
 
@@ -50,7 +82,8 @@ class BlockPool:
         block_size: tokens per block, a power of two from 1 to 256.
         num_blocks: blocks per layer. Excludes `max_memory`.
         max_memory: budget for all layers together: bytes, a string such as `"4GiB"`, or a fraction (a float up to 1.0)
-            of the memory that is free at first use. Without either, half of what is free then: on a CPU the system
+            of the memory that is free at first use. It is divided as if all layers were as large as the first that
+            stores something. Without either, half of what is free then: on a CPU the system
             commits that memory only as blocks are written; on a GPU it is taken at once.
 
     Raises:
@@ -67,7 +100,9 @@ class BlockPool:
         self.groups: tuple[LayerGroup, ...] = ()
         self.allocators: list[BlockAllocator] = []
         self.storages: dict[int, LayerStorage] = {}
-        self.lock = threading.RLock()
+        self._returned: deque[list[list[BlockTable]]] = deque()
+        # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.
+        self.lock = _PoolLock(_Drain(self.allocators, self._returned))
         self._num_blocks = num_blocks
         self._budget = _parse_memory(max_memory)
         if num_blocks is not None:
@@ -87,6 +122,16 @@ class BlockPool:
         """Bytes that one block of `group` takes over all its layers."""
         layers = self.groups[group].layers
         return sum(self.storages[layer].bytes_per_block for layer in layers if layer in self.storages)
+
+    def give_back(self, tables: list[list[BlockTable]]) -> None:
+        """Release block tables, one list for each group of layers.
+
+        A finalizer may call this while the lock is held, by its own thread too, since the garbage collector runs when
+        it likes; then whoever holds the lock releases them at the end.
+        """
+        self._returned.append(tables)
+        if self.lock.take_if_free():
+            self.lock.__exit__()
 
     def bind(self, groups: Sequence[LayerGroup]) -> None:
         """Adopt the layout of a model, or check that it is the one adopted before.
@@ -109,7 +154,8 @@ class BlockPool:
         """The blocks of `layer`, made at the first call to fit `key` and `value` (`[rows, kv_heads, q_len, dim]`).
 
         Raises:
-            ValueError: the tensors have other heads, widths, dtypes or another device than the layer's blocks.
+            ValueError: the tensors have other heads, widths, dtypes or another device than the layer's blocks, or the
+                budget holds no block.
             MemoryError: the budget cannot be reserved.
         """
         storage = self.storages.get(layer)
@@ -122,8 +168,9 @@ class BlockPool:
             for h, t in zip(have, (key, value), strict=True)
         ):
             raise ValueError(
-                f"layer {layer} of this cache holds {_describe_kv(*have)}, but was given {_describe_kv(key, value)}; "
-                "a cache and its pool serve one model in one dtype: make a new PagedCache(model.config) for this one"
+                f"the blocks of layer {layer} were made for {_describe_kv(*have)}, but the layer was given "
+                f"{_describe_kv(key, value)}; a pool serves one model in one dtype: make a new "
+                "PagedCache(model.config) with a pool of its own for this one"
             )
         return storage
 
@@ -175,7 +222,20 @@ class BlockPool:
     def _settle_size(self, num_blocks: int) -> None:
         # Slots are counted in 32 bits by the kernels' block tables and positions.
         num_blocks = min(num_blocks, (2**31 - 1) // self.block_size)
-        self.allocators = [BlockAllocator(num_blocks, self.block_size) for _ in self.groups]
+        self.allocators.extend(BlockAllocator(num_blocks, self.block_size) for _ in self.groups)
+
+
+class _Drain:
+    """Releases the tables that were given back."""
+
+    def __init__(self, allocators: list[BlockAllocator], returned: deque[list[list[BlockTable]]]) -> None:
+        self._allocators, self._returned = allocators, returned
+
+    def __call__(self) -> None:
+        while self._returned:
+            for allocator, tables in zip(self._allocators, self._returned.popleft(), strict=False):
+                for table in tables:
+                    allocator.release(table)
 
 
 def free_memory(device: torch.device) -> int:

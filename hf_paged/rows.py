@@ -49,8 +49,9 @@ class Rows:
         self._clear()
 
     def __del__(self) -> None:
-        tables, self.tables = getattr(self, "tables", []), []
-        self._release(tables)
+        tables = getattr(self, "tables", [])
+        if tables:
+            self.pool.give_back(tables)
 
     def _clear(self) -> None:
         self.num_rows = 0
@@ -167,26 +168,38 @@ class Rows:
             try:
                 for allocator, group in zip(pool.allocators, tables, strict=True):
                     growths.append(allocator.grow(group, counts))
+                step.before = {
+                    "created": created,
+                    "stored_lens": self.stored_lens,
+                    "has_holes": self._has_holes,
+                    "finishing": self._finishing,
+                    "finished": self._finished,
+                }
+                step.growths, step.allocated = growths, True
+                self._num_steps += 1
+                self.step = step  # from here on undo() takes it back
             except BaseException:
-                self._undo_growths(growths)
+                if self.step is step:
+                    self.undo()
+                else:
+                    self._undo_growths(growths)
                 raise
-        step.before = {
-            "created": created,
-            "stored_lens": self.stored_lens,
-            "has_holes": self._has_holes,
-            "finishing": self._finishing,
-            "finished": self._finished,
-        }
         if created:
             self.num_rows, self.tables = num_rows, tables
             self._stored = self._unmasked = np.zeros((num_rows, 0), bool)
             self._finishing = self._finished = np.zeros(num_rows, bool)
             self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in tables]
-        step.growths, step.allocated = growths, True
-        self._num_steps += 1
-        self.step = step
         self._record(step)
         step.block_tables = self._sync_tables(growths)
+
+    def stored_positions(self, step: StepPlan) -> np.ndarray | None:
+        """`[rows, step.end]` bool: which padded positions have a token in the blocks once `step` is written; None for
+        all of them."""
+        if step.new_tokens is None and not self._has_holes:
+            return None
+        shape = (len(step.context_lens), step.q_len)
+        new = np.ones(shape, bool) if step.new_tokens is None else step.new_tokens
+        return np.concatenate((self._stored[:, : step.start], new), axis=1) if step.start else new
 
     def undo(self) -> None:
         """Take the current step back: blocks, tables and lengths are as before it. Does nothing without one."""
@@ -325,6 +338,8 @@ class Rows:
         self._finished = np.zeros(self.num_rows, bool)
         self._any_ended = False
         self._unmasked = self._stored
+        if self.step is not None and self.step.allocated:
+            self.step.before["finishing"] = self.step.before["finished"] = np.zeros(self.num_rows, bool)
 
     # Whole rows --------------------------------------------------------------------------------------------------
 
@@ -352,6 +367,7 @@ class Rows:
         self.stored_lens = self.stored_lens[index]
         self._stored = self._stored[index]
         self._unmasked = self._stored if aliased else self._unmasked[index]
+        self._has_holes = not self._stored[:, : self.length].all()
         self._finishing, self._finished = self._finishing[index], self._finished[index]
         self._table_arrays = [np.zeros((self.num_rows, array.shape[1]), np.int32) for array in self._table_arrays]
         self._stale_arrays = True
@@ -410,7 +426,7 @@ class Rows:
         """Rows of their own on the same pool that share every block with these."""
         self._end_step()
         twin = Rows(self.pool, self.num_layers, self.has_state)
-        twin.state_lost, twin._num_steps = self.state_lost, self._num_steps
+        twin.state_lost, twin._num_steps, twin.always_dense = self.state_lost, self._num_steps, self.always_dense
         if self.num_rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
             twin.stored_lens, twin._has_holes, twin._any_ended = self.stored_lens, self._has_holes, self._any_ended
@@ -456,7 +472,4 @@ class Rows:
         self.step = None
 
     def _release(self, tables: list[list[BlockTable]]) -> None:
-        with self.pool.lock:
-            for allocator, group in zip(self.pool.allocators, tables, strict=False):
-                for table in group:
-                    allocator.release(table)
+        self.pool.give_back(tables)

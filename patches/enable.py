@@ -1,8 +1,8 @@
 """Switching a model over to paged attention, and back.
 
 The mechanism is transformers' attention interface: the configs of the model name the implementation, and modules look
-it up at every call. Two hooks and one wrapper go with it (see `generation.py`): a forward pass that fails is undone, a
-`use_cache=False` beside a cache is refused, and rows that finish are noticed.
+it up at every call. Two hooks and one wrapper go with it (see `generation.py`): a forward pass of the model that fails
+is undone, a `use_cache=False` beside a cache is refused, and rows that finish are noticed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
-from hf_paged.cache import PagedCache
-from hf_paged.patches.generation import patch_generation, unpatch_generation
+from hf_paged.patches.generation import cache_of, patch_generation, unpatch_generation
 
 
 @dataclass
@@ -62,7 +61,7 @@ def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     try:
         seen: set[int] = set()
         for submodel in submodels:
-            if id(submodel.config) not in seen:
+            if id(submodel.config) not in seen and submodel.config._attn_implementation != IMPLEMENTATION:
                 seen.add(id(submodel.config))
                 state.implementations.append((submodel.config, submodel.config._attn_implementation_internal))
                 submodel.config._attn_implementation_internal = IMPLEMENTATION
@@ -122,17 +121,8 @@ def _find_model(model: torch.nn.Module) -> PreTrainedModel:
     raise TypeError(f"paged attention is enabled on a transformers model, not on {type(model).__name__}")
 
 
-def _cache_of(kwargs: dict[str, Any]) -> PagedCache | None:
-    for name in ("cache", "past_key_values"):
-        cache = kwargs.get(name)
-        cache = getattr(cache, "self_attention_cache", cache)
-        if isinstance(cache, PagedCache):
-            return cache
-    return None
-
-
 def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    cache = _cache_of(kwargs)
+    cache = cache_of(kwargs)
     if cache is None:
         return
     if kwargs.get("use_cache") is False:
@@ -141,7 +131,7 @@ def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
 
 
 def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-    cache = _cache_of(kwargs)
+    cache = cache_of(kwargs)
     if cache is not None:
         # This hook is called after an exception too, then without an output; not after a KeyboardInterrupt, which
         # generate() and the next pass take care of.

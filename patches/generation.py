@@ -68,11 +68,19 @@ def unpatch_generation(model: PreTrainedModel) -> None:
                 setattr(model, name, override.before)
 
 
+def cache_of(kwargs: dict[str, Any]) -> PagedCache | None:
+    """The PagedCache among the arguments of a forward or generate() call, under either name that transformers gives it;
+    of an encoder-decoder's pair of caches, the decoder's own."""
+    for name in ("cache", "past_key_values"):
+        cache = kwargs.get(name)
+        cache = getattr(cache, "self_attention_cache", cache)
+        if isinstance(cache, PagedCache):
+            return cache
+    return None
+
+
 def _generate(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    cache = getattr(cache, "self_attention_cache", cache)
-    if not isinstance(cache, PagedCache):
-        cache = None
+    cache = cache_of(kwargs)
     # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.
     drafts = any(kwargs.get(name) is not None for name in ("assistant_model", "custom_generate"))
     stack = _calls.__dict__.setdefault("stack", [])
@@ -98,6 +106,8 @@ def _check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs
     past = cache.get_seq_length()
     if not past or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
         return
+    if not any(kwargs.get(name) is cache for name in ("cache", "past_key_values")):
+        return  # one of an encoder-decoder's pair: the inputs are the encoder's
     mask = kwargs.get("attention_mask")
     is_whole = mask is None or mask.shape[-1] == ids.shape[1]
     if is_whole and ids.shape[1] <= past:

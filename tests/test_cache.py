@@ -8,6 +8,7 @@ import contextlib
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -866,7 +867,7 @@ def test_the_notebook_picture_has_a_square_for_each_block_and_its_row():
     html = cache._repr_html_()
     assert html.count("<span") == 4 and "<script" not in html
     assert "block 0: row 0" in html and "block 3: row 1" in html
-    assert "4 of 64 blocks in use, 0 shared, waste 25.0%" in html
+    assert "4 of 64 blocks in use" in html and "0 shared, waste 25.0%" in html
     cache.release([0])
     html = cache._repr_html_()
     assert "block 0: free" in html and "block 3: row 1" in html
@@ -887,10 +888,51 @@ def test_the_text_map_marks_rows_shared_blocks_free_ones_and_those_of_others():
     other = PagedCache(tiny_model("llama").config, pool=cache.pool)
     key = torch.zeros(1, HEADS, 5, DIM)
     other.update(key, key, 0)
-    assert text_map(cache) == f"##??cc\n6 {legend}"
-    assert text_map(other) == f"??aa??\n6 {legend}"
+    assert text_map(cache) == f"##??cc\n6 {legend}, ? of another cache"
+    assert text_map(other) == f"??aa??\n6 {legend}, ? of another cache"
     cache.reset()
     assert text_map(other) == f"··aa\n2 {legend}"
     other.reset()
     assert text_map(other) == f"0 {legend}"
-    assert text_map(PagedCache(tiny_model("llama").config)).startswith("0 of 0 blocks")
+    assert text_map(PagedCache(tiny_model("llama").config)).startswith("no blocks in use yet")
+
+
+def test_pictures_of_hybrid_models_show_a_map_for_each_group():
+    cache = Pair("gemma2", 1, 5).paged
+    assert [line.split(":")[0] for line in text_map(cache).splitlines()[1::2]] == ["sliding_attention(8)", FULL]
+    assert cache._repr_html_().count("<span") == 4
+
+
+def test_many_rows_are_told_apart_in_the_notebook_picture():
+    cache = PagedCache(tiny_model("llama").config, num_blocks=64, block_size=SIZE)
+    key = torch.zeros(54, HEADS, 1, DIM)
+    cache.update(key, key, 0)
+    assert "block 53: row 53" in cache._repr_html_()
+
+
+def test_rows_that_finished_store_again_after_generation_also_if_a_step_is_rolled_back():
+    model = tiny_model("llama")
+    cache, ids = PagedCache(model.config, num_blocks=64), torch.randint(5, 90, (3, 8))
+    with paged_attention(model), torch.no_grad():
+        forward(model, ids[:, :5], cache)
+        cache.mark_finished(np.array([True, False, False]))
+        forward(model, ids[:, 5:6], cache)
+        forward(model, ids[:, 6:7], cache)
+        assert cache.row_lengths == [6, 7, 7]
+        cache.clear_finished()
+        cache.rollback()
+        cache.release([1])
+        forward(model, ids[:, 6:7], cache, attention_mask=torch.ones(3, 7, dtype=torch.long))
+    assert cache.row_lengths == [7, 0, 7]
+
+
+def test_padding_of_rows_that_are_gone_is_forgotten():
+    model = tiny_model("llama")
+    ids, mask = random_prompts([4, 7])
+    cache = PagedCache(model.config, num_blocks=64)
+    with paged_attention(model), torch.no_grad():
+        forward(model, ids, cache, attention_mask=mask)
+        cache.batch_select_indices(torch.tensor([1]))
+        logits = forward(model, ids[1:, :1], cache).logits
+    expected = logits_alone(model, torch.cat((ids[1], ids[1, :1])))[-1]
+    torch.testing.assert_close(logits[0, 0], expected, atol=2e-4, rtol=1e-4)

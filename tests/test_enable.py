@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import (
     CACHE_ARGUMENT,
     ENABLED_WAYS,
@@ -447,3 +448,48 @@ def test_soft_caps_and_sinks_make_a_difference_here(way: str) -> None:
                         parameter.fill_(-1e4)
         with run_way(model, way):
             assert not torch.equal(generate(model, ids, mask, PagedCache(model.config), max_new_tokens=25), expected)
+
+
+def test_an_error_of_generate_itself_keeps_a_prompt_that_was_fed_before_enabling(llama: PreTrainedModel) -> None:
+    ids, _ = random_prompts([6, 6])
+    cache = PagedCache(llama.config)
+    with torch.no_grad():
+        llama(input_ids=ids, **{CACHE_ARGUMENT: cache})
+    with paged_attention(llama):
+        with pytest.raises(ValueError, match="nothing is left to feed"):
+            llama.generate(ids, **{CACHE_ARGUMENT: cache})
+        assert cache.row_lengths == [6, 6]
+        with pytest.raises(ValueError, match="use_cache=False"):
+            llama(input_ids=ids[:, :1], use_cache=False, **{CACHE_ARGUMENT: cache})
+        assert cache.row_lengths == [6, 6]
+
+
+def test_models_that_share_a_config_are_restored_in_any_order() -> None:
+    model = build_model("llama")
+    before = model.config._attn_implementation
+    enable_paged_attention(model)
+    enable_paged_attention(model.model)
+    disable_paged_attention(model)
+    disable_paged_attention(model.model)
+    assert model.config._attn_implementation == before
+
+
+def test_an_encoder_decoder_goes_on_from_decoder_ids() -> None:
+    config = transformers.BartConfig(
+        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
+        pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids = torch.randint(5, 90, (2, 4))
+    options = {"do_sample": False, "eos_token_id": 98}
+
+    def two_turns(first: Any) -> torch.Tensor:
+        cache = transformers.EncoderDecoderCache(first, DynamicCache())
+        begun = model.generate(ids, max_new_tokens=6, **options, **{CACHE_ARGUMENT: cache})
+        return model.generate(ids, decoder_input_ids=begun, max_new_tokens=6, **options, **{CACHE_ARGUMENT: cache})
+
+    expected = two_turns(DynamicCache())
+    with paged_attention(model):
+        assert two_turns(PagedCache(config)).equal(expected)

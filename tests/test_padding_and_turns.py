@@ -16,6 +16,7 @@ from helpers import (
     WAYS,
     assert_unchanged,
     blocks_for,
+    build_model,
     check_books,
     forward,
     generate,
@@ -31,7 +32,7 @@ from helpers import (
 )
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged import PagedCache
+from hf_paged import PagedCache, paged_attention
 
 FAMILIES = ("llama", "gpt2", "gemma2")
 RAGGED = (3, 17, 9)
@@ -672,3 +673,23 @@ def test_a_batch_of_padding_alone_in_one_row(llama: PreTrainedModel) -> None:
             again = next_logits(llama, cache, ids[:, :1], more, position_ids=torch.tensor([[6], [0]]))
         assert_last_logits_alone(llama, logits[:1], [row])
         assert_last_logits_alone(llama, again, [torch.cat((row, row[:1])), row[:1]])
+
+
+def test_a_window_over_padding_within_a_row_is_the_same_for_kernel_and_dense_way() -> None:
+    model = build_model("mistral", sliding_window=4)
+    ids, mask = torch.randint(5, 90, (1, 9)), torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 1]])
+    logits = {}
+    for dense in (False, True):
+        cache = PagedCache(model.config)
+        with paged_attention(model), torch.no_grad():
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            for part in (slice(0, 7), slice(7, 9)):
+                out = model(
+                    input_ids=ids[:, part], attention_mask=mask[:, : part.stop], position_ids=positions[:, part],
+                    output_attentions=dense, **{CACHE_ARGUMENT: cache},
+                )  # fmt: skip
+        logits[dense] = out.logits[0, -1]
+        assert cache.row_lengths == [6]
+    alone = model(input_ids=ids[mask.bool()][None]).logits[0, -1]
+    torch.testing.assert_close(logits[False], alone, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[True], alone, atol=2e-4, rtol=1e-4)

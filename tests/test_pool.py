@@ -218,7 +218,7 @@ def test_other_heads_widths_or_dtypes_on_one_pool_are_refused_and_change_nothing
     stats, tables = cache.stats(), cache.block_tables
     for refusing, rows in ((wrong, 3), (cache, 2)):
         with pytest.raises(
-            ValueError, match=r"layer 0 of this cache holds 2 KV heads of 16/16 in float32/float32 on cpu"
+            ValueError, match=r"the blocks of layer 0 were made for 2 KV heads of 16/16 in float32/float32 on cpu"
         ):
             refusing.update(*kv(rows, 4, **other), 0)
         assert cache.stats() == stats and cache.block_tables == tables
@@ -514,3 +514,19 @@ def test_a_pool_made_under_one_autograd_mode_works_under_another(first, second, 
         step(twin, second, 10, 14)
     for side in (cache, twin):
         assert not any(t.is_inference() for s in side.pool.storages.values() for t in (s.key_blocks, s.value_blocks))
+
+
+def test_a_cache_that_dies_while_the_pool_is_busy_gives_its_blocks_back_at_the_end():
+    """As when the garbage collector finds it in the middle of an allocation."""
+    config = tiny_model("llama").config
+    pool = BlockPool(num_blocks=16)
+    keeper, gone = PagedCache(config, pool=pool), PagedCache(config, pool=pool)
+    key = torch.zeros(1, 2, 5, 16)
+    keeper.update(key, key, 0)
+    gone.update(key, key, 0)
+    (allocator,) = pool.allocators
+    with pool.lock:
+        del gone
+        assert allocator.num_used == 2
+    assert allocator.num_used == 1
+    allocator.check(table for tables in keeper._rows.tables for table in tables)
