@@ -168,7 +168,7 @@ def _print_attention(results: Sequence[AttentionResult], console: Console) -> No
             *(f"{figures['bytes'] / figures[name] / 1e3:.1f}" for name in ("decode", "read")),
         )
     console.print(table, highlight=False)
-    console.print("[dim]The least of several rounds; keys and values come from memory, not from a CPU cache.[/]")
+    console.print("[dim]Medians over rounds; keys and values come from memory, not from a CPU cache.[/]")
 
 
 def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
