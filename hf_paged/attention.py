@@ -48,6 +48,7 @@ IGNORED = frozenset(
 """Attention kwargs that need nothing from the kernel."""
 
 
+@torch.compiler.disable  # it begins a step, on the host
 def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     """Begin the step of a PagedCache, and make a mask where the kernel needs one. Arguments as for transformers'
     `sdpa_mask`.
@@ -119,6 +120,7 @@ def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor
     return shown[:, None]  # [rows, 1, q_length, kv_length]
 
 
+@torch.compiler.disable
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -172,7 +174,7 @@ def _attend(
     step = handle.step
     layer.rows.unread = None
     intact = getattr(value, HANDLE, None) is handle
-    if not intact and handle.is_fragment:
+    if not intact and handle.is_placeholder:
         layer.rows.always_dense = True
         raise RuntimeError(
             f"{type(module).__name__} changed its values after updating the cache, which it had not done before. The "
@@ -215,12 +217,14 @@ def _attend(
         if step.q_len == 1:
             output = layer.backend.decode(query, layer.storage, plan, **options)
         else:
-            output = layer.backend.prefill(query, key, value, layer.storage, plan, **options)
-        if query.requires_grad and torch.is_grad_enabled():
+            output = layer.backend.prefill(
+                query, handle.key.detach(), handle.value.detach(), layer.storage, plan, **options
+            )
+        if torch.is_grad_enabled() and (query.requires_grad or handle.key.requires_grad):
             output = _refuse_backward(output, query)
         return output, None
 
-    if handle.is_fragment:
+    if handle.is_placeholder:
         key, value = layer.gather()
     if left_to_us:
         attention_mask = step.build_mask[group]()

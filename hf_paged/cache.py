@@ -44,13 +44,22 @@ class Handle:
     Attributes:
         layer: weak reference to the layer.
         step: the plan that the update belonged to.
-        is_fragment: the tensors are only the new tokens; the rest is in the blocks.
+        key, value: the new tokens, `[rows, kv_heads, q_len, dim]`.
+        is_placeholder: the tensors it stands on have the shape of all positions, and nothing but NaN in them.
     """
 
-    __slots__ = ("layer", "step", "is_fragment")
+    __slots__ = ("is_placeholder", "key", "layer", "step", "value")
 
-    def __init__(self, layer: weakref.ref[PagedLayer], step: StepPlan, is_fragment: bool) -> None:
-        self.layer, self.step, self.is_fragment = layer, step, is_fragment
+    def __init__(
+        self,
+        layer: weakref.ref[PagedLayer],
+        step: StepPlan,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        is_placeholder: bool,
+    ) -> None:
+        self.layer, self.step, self.key, self.value = layer, step, key, value
+        self.is_placeholder = is_placeholder
 
 
 class CachedLength(int):
@@ -76,6 +85,7 @@ class PagedLayer(CacheLayerMixin):
         self.window = rows.pool.groups[group].window
         self.is_sliding = self.kind != "full_attention"
         self.storage: LayerStorage | None = None
+        self._nan: tuple[torch.Tensor, ...] = ()
         self.backend: select.Backend | None = None
         self.hands_over: bool | None = None
         """Whether the model passes what `update` returns unchanged to the attention function; None until seen."""
@@ -104,6 +114,8 @@ class PagedLayer(CacheLayerMixin):
         """Find the layer's blocks in the pool, which makes them if this is the first cache to ask."""
         self.storage = self.rows.pool.storage(self.index, key_states, value_states)
         self.backend = select.backend_for(self.storage.device, key_states.dtype, self.storage)
+        with torch.inference_mode(False):
+            self._nan = tuple(t.detach().new_full((), float("nan")) for t in (key_states, value_states))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -115,8 +127,8 @@ class PagedLayer(CacheLayerMixin):
             value_states: `[rows, kv_heads, q_len, value_dim]`
 
         Returns:
-            Keys and values of all positions, dense, in padded order; or, where the attention function will read the
-            blocks itself, the new ones alone.
+            Keys and values of all positions, dense, in padded order. Where the attention function will read the blocks
+            itself, only their shape: NaN that takes no memory.
 
         Raises:
             OutOfBlocksError: the pool is full; nothing has changed.
@@ -167,22 +179,28 @@ class PagedLayer(CacheLayerMixin):
 
         if key_states.requires_grad or value_states.requires_grad:
             key_states, value_states = _NoBackward.apply(key_states, value_states)
-        is_fragment = (
+        # A model may look at the shape of what it gets (relative position biases do), so a placeholder has the full
+        # one; whoever looks at its values gets NaN instead of something that is silently wrong.
+        is_placeholder = (
             bool(self.hands_over)
+            and not step.was_empty
             and not rows.always_dense
             and not step.must_be_dense
             and self.group in step.plain_groups
         )
-        if not is_fragment and not step.was_empty:
-            dense = self.gather()
-            key_states, value_states = _join_graph(dense, key_states, value_states)
-        is_fragment = is_fragment and not step.was_empty
-        if is_fragment:
+        if is_placeholder:
+            nan_key, nan_value = self._nan
+            keys = nan_key.expand(num_rows, key.shape[1], step.end, key.shape[3])
+            values = nan_value.expand(num_rows, value.shape[1], step.end, value.shape[3])
             rows.unread = self._ref
-        handle = Handle(self._ref, step, is_fragment)
-        setattr(key_states, HANDLE, handle)
-        setattr(value_states, HANDLE, handle)
-        return key_states, value_states
+        elif step.was_empty:
+            keys, values = key_states, value_states
+        else:
+            keys, values = _join_graph(self.gather(), key_states, value_states)
+        handle = Handle(self._ref, step, key_states, value_states, is_placeholder)
+        setattr(keys, HANDLE, handle)
+        setattr(values, HANDLE, handle)
+        return keys, values
 
     def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all padded positions, `[rows, kv_heads, length, dim]`, zeros where none is stored."""
@@ -296,6 +314,8 @@ class PagedCache(Cache):
 
     # What transformers calls -------------------------------------------------------------------------------------
 
+    # What follows runs on the host between the layers: under torch.compile the graph breaks around it.
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -310,6 +330,7 @@ class PagedCache(Cache):
             ) from None
         return layer.update(key_states, value_states, *args, **kwargs)
 
+    @torch.compiler.disable
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The padded length; as `CachedLength`, so that the mask function knows whose it is."""
         length = CachedLength(self.get_seq_length(layer_idx))
@@ -520,8 +541,10 @@ class PagedCache(Cache):
 
     def mark_finished(self, done: np.ndarray) -> None:
         """Note that rows have ended, `[rows]` bool; once their last token is fed they store nothing more."""
-        if len(done) == self._rows.num_rows:
-            self._rows.mark_finished(done)
+        rows = self._rows
+        # Without our mask function (another implementation was set meanwhile) every position must be stored.
+        if len(done) == rows.num_rows and rows.step is not None and rows.step.sees_mask:
+            rows.mark_finished(done)
 
     def clear_finished(self) -> None:
         """Let every row store again."""
@@ -539,6 +562,7 @@ class PagedCache(Cache):
             if isinstance(layer, PagedLayer):
                 new = twin.layers[index]
                 new.storage, new.backend, new.hands_over = layer.storage, layer.backend, layer.hands_over
+                new._nan = layer._nan
             else:
                 twin.layers[index] = copy.deepcopy(layer, memo)
         return twin

@@ -19,7 +19,8 @@ from hf_paged.pool import BlockPool
 
 _INTERRUPTED = (
     "the forward pass before this one stopped half-way through the layers. The cache has been put back to the {} "
-    "positions that it held before it: run that step again"
+    "positions that it held before it: run that step again. (Two threads that use one cache at once look like this "
+    "too: give each its own, on one BlockPool if they are to share memory)"
 )
 
 
@@ -34,9 +35,9 @@ class Rows:
         tables: per group of layers, the rows' block tables.
         step: the step that was begun last, until rows are changed in another way.
         has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
-        unread: weak reference to a layer that handed out new tokens alone, until the attention function has them.
-        always_dense: the model was seen to change keys or values after an update, so no layer may hand out new tokens
-            alone.
+        unread: weak reference to a layer that handed out a placeholder, until the attention function has got it.
+        always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
+            placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
     """
 
@@ -125,6 +126,10 @@ class Rows:
             new = mask[:, start:end]
             if new.all():
                 new = None
+            elif not new[:, -1].all():
+                # A row ends in padding, and generate() goes on from that position's output, poor as it is: give the
+                # one that the ordinary cache gives. Kernels leave padding out.
+                must_be_dense = True
         active = None
         if self._any_ended:
             active = ~self._finished
@@ -231,7 +236,7 @@ class Rows:
             self.undo()
 
     def check_read(self) -> None:
-        """Make sure that the attention function fetched the new tokens that a layer handed out without the old ones."""
+        """Make sure that the attention function got the placeholder that a layer handed out last."""
         layer = self.unread() if self.unread is not None else None
         self.unread = None
         if layer is not None:

@@ -493,3 +493,48 @@ def test_an_encoder_decoder_goes_on_from_decoder_ids() -> None:
     expected = two_turns(DynamicCache())
     with paged_attention(model):
         assert two_turns(PagedCache(config)).equal(expected)
+
+
+@pytest.mark.parametrize("family", ["T5", "UMT5"])
+@pytest.mark.parametrize("seed", [0, 5])
+def test_models_that_look_at_the_shape_of_the_cached_keys_see_all_of_it(family: str, seed: int) -> None:
+    """T5 makes its relative position bias as long as the keys that it got from the cache."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        initializer_factor=3.0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    options = {"input_ids": torch.randint(3, 128, (1, 12)), "max_new_tokens": 20, "do_sample": False}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(**options)
+    with paged_attention(model):
+        cache = transformers.EncoderDecoderCache(PagedCache(config, num_blocks=64), DynamicCache())
+        actual = model.generate(**options, **{CACHE_ARGUMENT: cache})
+    assert actual.sequences.equal(expected.sequences)
+    for ours, theirs in zip(actual.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_an_implementation_set_while_enabled_stores_rows_that_ended_too(llama: PreTrainedModel) -> None:
+    ids, mask = random_prompts(RAGGED)
+    options = {"max_new_tokens": 30, "eos_token_id": list(range(3, 60))}
+    expected = generate_dynamic(llama, ids, mask, **options)
+    with paged_attention(llama):
+        llama.set_attn_implementation("eager")
+        actual = generate(llama, ids, mask, PagedCache(llama.config), **options)
+    assert actual.equal(expected)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_compiled_model_gives_the_same_around_the_cache(enabled: bool) -> None:
+    llama = build_model("llama")
+    ids, _ = random_prompts([12])
+    cache = PagedCache(llama.config, num_blocks=32)
+    torch._dynamo.reset()
+    with torch.no_grad(), paged_attention(llama) if enabled else contextlib.nullcontext():
+        expected = llama(input_ids=ids).logits
+        compiled = torch.compile(llama, backend="eager")
+        parts = [compiled(input_ids=part, **{CACHE_ARGUMENT: cache}).logits for part in ids.split([7, 4, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=2e-4, rtol=1e-4)
+    torch._dynamo.reset()

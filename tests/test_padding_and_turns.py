@@ -693,3 +693,18 @@ def test_a_window_over_padding_within_a_row_is_the_same_for_kernel_and_dense_way
     alone = model(input_ids=ids[mask.bool()][None]).logits[0, -1]
     torch.testing.assert_close(logits[False], alone, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(logits[True], alone, atol=2e-4, rtol=1e-4)
+
+
+# Not gemma2: these pads stand within the rows, where transformers' windows count them and ours do not.
+@enabled_ways
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_prompts_padded_on_the_right_give_what_the_ordinary_cache_gives(model: PreTrainedModel, way: str) -> None:
+    """generate() then goes on from what the model says at a pad, which is of little use, but no less so than before."""
+    ids, mask = random_prompts([12, 12, 12])
+    for row, length in enumerate((5, 12, 9)):
+        ids[row, length:], mask[row, length:] = PAD, 0
+    cache = PagedCache(model.config, block_size=4)
+    with run_way(model, way):
+        actual = generate(model, ids, mask, cache, max_new_tokens=8)
+    same_tokens(model, actual, generate_dynamic(model, ids, mask, max_new_tokens=8), mask)
+    assert cache.row_lengths == [5 + 7, 12 + 7, 9 + 7]
