@@ -39,7 +39,7 @@ from .cpu_intrinsics import (
 )
 
 PIECE = 512  # tokens of one task
-TILE = 128  # tokens between two rescalings of the softmax; their keys and values stay in the second-level cache
+TILE = 256  # tokens between two rescalings of the softmax; their keys and values stay in the second-level cache
 SCORES = TILE + 4  # between two heads' scores of a tile: four are stored at a time, which may run over the end
 WRITE_SPAN = 32  # new tokens a write task stores
 
@@ -294,7 +294,9 @@ def _attend_tasks(data, element):
     parts = pointer(call[15], types.float32)
     unfinished = pointer(call[16], types.int64)
 
-    memory = np.zeros(group * (wide_key + SCORES) + part + TILE * (wide_key + wide_value), dtype=np.float32)
+    filled_up = wide_key != key_dim or wide_value != value_dim
+    scratch = TILE * (wide_key + wide_value) if filled_up else 0
+    memory = np.zeros(group * (wide_key + SCORES) + part + scratch, dtype=np.float32)
     q = pointer(np.int64(memory.ctypes.data), types.float32)
     scores = offset(q, group * wide_key)
     own_part = offset(scores, group * SCORES)
