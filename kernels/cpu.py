@@ -91,6 +91,7 @@ def decode(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a row over the row's stored tokens; see `reference.decode`."""
     native = storage.native
@@ -112,6 +113,8 @@ def decode(
         longest = window
     if sinks is not None:
         sinks = sinks.detach().to(torch.float32).contiguous()
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.detach().to(torch.float32).contiguous()
     start_decode(
         native.worker,
         FORK,
@@ -128,6 +131,7 @@ def decode(
         softcap or 0.0,
         window,
         0 if sinks is None else sinks.data_ptr(),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         longest,
         native.value_dim,
     )
@@ -145,6 +149,7 @@ def prefill(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a step's new tokens over what their rows have stored; see `reference.prefill`."""
     step = plan.native
@@ -152,9 +157,10 @@ def prefill(
         step = _NativePlan(plan)
     if step.prompt is None:
         step.prompt = _read_prompt(plan)
-    options = (scale, softcap, window, sinks)
+    options = (scale, softcap, window, sinks, alibi_slopes)
     if step.prompt.has_past and step.q_len <= FEW_QUERIES:
-        return decode(query, storage, plan, scale=scale, softcap=softcap, window=window, sinks=sinks)
+        names = ("scale", "softcap", "window", "sinks", "alibi_slopes")
+        return decode(query, storage, plan, **dict(zip(names, options, strict=True)))
     with torch.no_grad():
         if step.prompt.dense:
             return _attend(query, key, value, torch.arange(step.q_len), *options).contiguous()
@@ -211,6 +217,7 @@ def _attend(
     softcap: float | None,
     window: int | None,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     """Attention of queries at the given positions over dense keys and values, by torch's fused kernel if it can.
 
@@ -222,8 +229,8 @@ def _attend(
     Returns:
         `[rows, tokens, heads, value_dim]`.
     """
-    if softcap is not None or sinks is not None:
-        options = (positions, scale, softcap, window, sinks)
+    if softcap is not None or sinks is not None or alibi_slopes is not None:
+        options = (positions, scale, softcap, window, sinks, alibi_slopes)
         return torch.stack([reference.attend(*qkv, *options) for qkv in zip(query, key, value, strict=True)])
     tokens, length = query.shape[2], key.shape[2]
     if tokens == length and (window is None or window >= length):

@@ -185,13 +185,19 @@ def _accumulate(weights, value, stride, count, heads, dim, total):
 
 
 @_compiled
-def _softmax_tile(scores, count, scale, softcap, maximum, mass, total, dim):
-    """Turn one head's scores into weights and rescale what was summed before to the new maximum (online softmax)."""
+def _softmax_tile(scores, count, scale, softcap, slope, distance, maximum, mass, total, dim):
+    """Turn one head's scores into weights and rescale what was summed before to the new maximum (online softmax).
+
+    The first of the tile is `distance` tokens from the query, and negative before it.
+    """
     for s in range(count):
         scores[s] *= scale
     if softcap != 0:
         for s in range(count):
             scores[s] = softcap * math.tanh(scores[s] / softcap)
+    if slope != 0:
+        for s in range(count):
+            scores[s] += slope * np.float32(distance + s)
     largest = _largest(scores, count)
     if largest > maximum[0]:
         shrink = _exp(maximum[0] - largest)
@@ -264,6 +270,8 @@ def _attend_tasks(data, element):
     scale, softcap = np.float32(numbers[10]), np.float32(numbers[11])
     has_sinks = call[13] != 0
     sinks = pointer(call[13], types.float32)
+    has_slopes = call[18] != 0
+    slopes = pointer(call[18], types.float32)
 
     key_block, key_head, key_slot = storage[1], storage[2], storage[3]
     value_block, value_head, value_slot = storage[5], storage[6], storage[7]
@@ -367,7 +375,11 @@ def _attend_tasks(data, element):
                 done += run
             for h in range(group):
                 tile, sum_h = offset(scores, h * SCORES), offset(total, h * wide_value)
-                _softmax_tile(tile, count, scale, softcap, offset(maximum, h), offset(mass, h), sum_h, wide_value)
+                slope = slopes[kv_head * group + h] if has_slopes else np.float32(0)
+                _softmax_tile(
+                    *(tile, count, scale, softcap, slope, start + 1 - length),
+                    *(offset(maximum, h), offset(mass, h), sum_h, wide_value),
+                )
             done = 0
             while done < count:
                 block, slot = np.int64(table[(start + done) >> shift]), (start + done) & inside
@@ -449,14 +461,14 @@ def _start(worker, fork, threads, data):
 @_compiled
 def start_decode(
     worker, fork, threads, storage, plan, query, query_row, query_head, query_token, out, heads, scale, softcap, window,
-    sinks, longest, value_dim,
+    sinks, slopes, longest, value_dim,
 ):  # fmt: skip
     """Fill the table that the tasks of a decode read, and start them."""
     kv_heads = pointer(storage, types.int64)[9]
     queries = pointer(plan, types.int64)[4] * pointer(plan, types.int64)[5]
     pieces = max(np.int64(1), (longest + PIECE - 1) // PIECE)
     tasks = queries * kv_heads * pieces
-    call = np.empty(18, dtype=np.int64)
+    call = np.empty(19, dtype=np.int64)
     numbers = pointer(np.int64(call.ctypes.data), types.float64)
     call[0] = 0
     call[1] = tasks
@@ -472,6 +484,7 @@ def start_decode(
     numbers[11] = softcap
     call[12] = window
     call[13] = sinks
+    call[18] = slopes
     call[14] = pieces
     if pieces > 1:
         parts = np.empty(tasks * (heads // kv_heads) * (-(-value_dim // LANES) * LANES + 2), dtype=np.float32)

@@ -55,6 +55,7 @@ def decode(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a row over the row's stored tokens, its own among them.
 
@@ -64,6 +65,7 @@ def decode(
         softcap: if given, a score `s` becomes `softcap * tanh(s / softcap)`.
         window: if given, only the last `window` stored tokens are seen.
         sinks: `[heads]`, if given, one more logit a head that joins the softmax and carries no value.
+        alibi_slopes: `[heads]`, if given, what a score loses for each token between query and key (arXiv 2108.12409).
 
     Returns:
         `[rows, 1, heads, value_dim]`, contiguous, in the query's dtype; zeros in rows whose position is -1.
@@ -74,7 +76,7 @@ def decode(
         if length and plan.positions[row, 0] >= 0:
             key, value = gather(storage, plan.block_table[row], length)
             last = torch.tensor([length - 1], device=query.device)
-            out[row] = attend(query[row], key, value, last, scale, softcap, window, sinks)
+            out[row] = attend(query[row], key, value, last, scale, softcap, window, sinks, alibi_slopes)
     return out
 
 
@@ -90,6 +92,7 @@ def prefill(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a step's new tokens over what their rows have stored, the new tokens among it.
 
@@ -97,7 +100,7 @@ def prefill(
         query: `[rows, heads, q_len, key_dim]`, any strides.
         key, value: this step's `[rows, kv_heads, q_len, dim]`, already in their blocks; a backend that would rather
             not look them up there may read them from here. The reference looks them up.
-        scale, softcap, window, sinks: as for `decode`.
+        scale, softcap, window, sinks, alibi_slopes: as for `decode`.
 
     Returns:
         `[rows, q_len, heads, value_dim]`; a token at position `p` has seen positions `(p - window, p]`. Zeros where
@@ -110,7 +113,9 @@ def prefill(
         if length and len(real):
             past_and_new = gather(storage, plan.block_table[row], length)
             positions = plan.positions[row, real]
-            out[row, real] = attend(query[row, :, real], *past_and_new, positions, scale, softcap, window, sinks)
+            out[row, real] = attend(
+                query[row, :, real], *past_and_new, positions, scale, softcap, window, sinks, alibi_slopes
+            )
     return out
 
 
@@ -150,6 +155,7 @@ def attend(
     softcap: float | None,
     window: int | None,
     sinks: Tensor | None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of one row's queries, at the given positions, over the row's dense keys and values.
 
@@ -174,6 +180,8 @@ def attend(
         scores = softcap * torch.tanh(scores / softcap)
 
     place = torch.arange(length, device=query.device)
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.to(wide)[:, None, None] * (positions[:, None] - place)
     seen = place <= positions[:, None]  # [tokens, length]
     if window is not None:
         seen &= place > positions[:, None] - window

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -14,7 +15,12 @@ import torch
 
 logger = logging.getLogger("hf_paged")
 
-BACKENDS = {"reference": "hf_paged.kernels.reference", "cpu": "hf_paged.kernels.cpu"}
+BACKENDS = {
+    "reference": "hf_paged.kernels.reference",
+    "cpu": "hf_paged.kernels.cpu",
+    "triton": "hf_paged.kernels.gpu",
+}
+DEFAULTS = {"cpu": "cpu", "cuda": "triton"}  # by type of device; ROCm devices are "cuda", too
 ENVIRONMENT_VARIABLE = "HF_PAGED_BACKEND"
 
 _forced: str | None = None
@@ -34,9 +40,29 @@ class Backend(Protocol):
     def copy_blocks(self, storage: Any, pairs: list[tuple[int, int]]) -> None: ...
 
 
-def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backend:
+@dataclass(frozen=True)
+class StoreOnly:
+    """Stands for a backend that cannot serve a layer: keeps its blocks, and has attention go the dense way."""
+
+    reason: str
+    name: str = "dense"
+
+    def unsupported(self, query_dtype: torch.dtype, storage: Any) -> str:
+        return self.reason
+
+    def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
+        _load("reference").write(storage, key, value, plan)
+
+    def copy_blocks(self, storage: Any, pairs: list[tuple[int, int]]) -> None:
+        _load("reference").copy_blocks(storage, pairs)
+
+
+def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backend | StoreOnly:
     """The backend for a layer: the one forced by `use_backend` or the environment variable `HF_PAGED_BACKEND`, else
-    the compiled one on a CPU if it serves the layer's dtypes, else the reference.
+    the fastest of its device.
+
+    Where that does not serve the layer's dtypes or shapes, the reference does on a CPU. On a GPU it would be slower
+    than attention over gathered tensors, so there the dense way is taken.
 
     A layer asks once, when it first stores something.
 
@@ -44,13 +70,18 @@ def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backe
         ValueError: the environment variable names no backend.
     """
     name = _forced or os.environ.get(ENVIRONMENT_VARIABLE) or None
-    if name is not None:
-        if name not in BACKENDS:
-            raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} names no backend; there are {', '.join(BACKENDS)}")
-        preferred = _load(name)
-    else:
-        preferred = _default_on_cpu() if device.type == "cpu" else _load("reference")
-    return preferred if preferred.unsupported(dtype, storage) is None else _load("reference")
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} names no backend; there are {', '.join(BACKENDS)}")
+    preferred = _load(name) if name is not None else _default_for(device.type)
+    if preferred is None and device.type != "cuda":
+        return _load("reference")
+    reason = "Triton cannot be used" if preferred is None else preferred.unsupported(dtype, storage)
+    if reason is None:
+        return preferred
+    if device.type == "cuda":
+        logger.info("attention over this cache goes the dense way: %s", reason)
+        return StoreOnly(reason)
+    return _load("reference")
 
 
 @contextmanager
@@ -76,9 +107,10 @@ def _load(name: str) -> Backend:
 
 
 @cache
-def _default_on_cpu() -> Backend:
+def _default_for(device_type: str) -> Backend | None:
+    name = DEFAULTS.get(device_type)
     try:
-        return _load("cpu")
-    except ImportError as error:
-        logger.warning("the compiled CPU kernel cannot be used (%s); the slow reference runs instead", error)
-        return _load("reference")
+        return None if name is None else _load(name)
+    except Exception as error:  # whatever a broken installation raises
+        logger.warning("the %s kernels cannot be used, a slower way is taken (%s)", name, error)
+        return None

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+# Before anything imports a Triton kernel: what is decorated afterwards runs in the interpreter, on the CPU.
+os.environ["TRITON_INTERPRET"] = "1"
+
 from hf_paged.models import DemoModelMissingError, load_demo_model
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from kernel_checks import PROMPTS, Setup, assert_close, check_decode, check_prefill, prompt_options
 from torch.nn import functional as F
 
 from hf_paged.kernels import reference
@@ -26,99 +27,6 @@ BACKENDS = [
 ]
 LENGTHS = [1, 0, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-class Setup:
-    """Rows of tokens in a poisoned pool under a shuffled table, and the same tokens side by side."""
-
-    def __init__(
-        self,
-        lengths,
-        heads=4,
-        kv_heads=2,
-        key_dim=64,
-        value_dim=None,
-        block_size=16,
-        dtype=torch.float32,
-        seed=0,
-    ):
-        generator = torch.Generator().manual_seed(seed)
-        value_dim = value_dim or key_dim
-        self.generator, self.dtype, self.lengths = generator, dtype, lengths
-        self.heads, self.kv_heads, self.key_dim, self.value_dim = heads, kv_heads, key_dim, value_dim
-        used = [-(-length // block_size) for length in lengths]
-        num_blocks = sum(used) + 3
-        device = torch.device("cpu")
-        self.storage = LayerStorage(num_blocks, block_size, kv_heads, key_dim, value_dim, dtype, dtype, device)
-        self.storage.key_blocks.fill_(math.nan)
-        self.storage.value_blocks.fill_(math.nan)
-        free = torch.randperm(num_blocks, generator=generator).tolist()
-        self.table = torch.full((len(lengths), max([1, *used])), -(2**30), dtype=torch.int32)
-        for row, count in enumerate(used):
-            for i in range(count):
-                self.table[row, i] = free.pop()
-        longest = max(lengths)
-        self.key = self.random(len(lengths), kv_heads, longest, key_dim)
-        self.value = self.random(len(lengths), kv_heads, longest, value_dim)
-
-    def random(self, *shape):
-        return torch.randn(*shape, generator=self.generator).to(self.dtype)
-
-    def plan(self, positions, lengths=None):
-        lengths = self.lengths if lengths is None else lengths
-        lens = torch.tensor(lengths, dtype=torch.int32)
-        return GroupPlan(self.table, lens, torch.as_tensor(positions).int().contiguous(), max(lengths))
-
-    def fill(self, backend, upto=None):
-        """Write the first `upto[row]` tokens of every row."""
-        upto = self.lengths if upto is None else upto
-        place = torch.arange(self.key.shape[2])
-        positions = torch.where(place < torch.tensor(upto)[:, None], place, -1)
-        backend.write(self.storage, self.key, self.value, self.plan(positions, upto))
-        return self
-
-    def decode_plan(self):
-        return self.plan([[length - 1] for length in self.lengths])
-
-    def expected(self, row, query, positions, scale, softcap=None, window=None, sinks=None):
-        """float64 attention of `query [heads, tokens, key_dim]` at given positions: `[tokens, heads, value_dim]`."""
-        group = self.heads // self.kv_heads
-        key = self.key[row, :, : self.lengths[row]].double().repeat_interleave(group, 0)
-        value = self.value[row, :, : self.lengths[row]].double().repeat_interleave(group, 0)
-        scores = query.double() @ key.transpose(1, 2) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        place = torch.arange(key.shape[1])
-        where = torch.as_tensor(positions)[:, None]
-        seen = (place <= where) & (place > where - (window or key.shape[1] + 1))
-        weights = scores.masked_fill(~seen, -math.inf).exp()
-        mass = weights.sum(-1, keepdim=True)
-        if sinks is not None:
-            mass = mass + sinks.double().exp()[:, None, None]
-        return ((weights / mass) @ value).transpose(0, 1)
-
-
-def check_decode(backend, setup, **options):
-    query = setup.random(len(setup.lengths), 1, setup.heads, setup.key_dim).transpose(1, 2)
-    scale = setup.key_dim**-0.5
-    assert backend.unsupported(setup.dtype, setup.storage) is None
-    out = backend.decode(query, setup.storage, setup.decode_plan(), scale=scale, **options)
-    assert out.shape == (len(setup.lengths), 1, setup.heads, setup.value_dim)
-    assert out.is_contiguous() and out.dtype == setup.dtype
-    for row, length in enumerate(setup.lengths):
-        if length == 0:
-            assert (out[row] == 0).all()
-            continue
-        expected = setup.expected(row, query[row], [length - 1], scale, **options)
-        assert_close(out[row], expected)
-
-
-def assert_close(out, expected):
-    if out.dtype == torch.float32:
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=2e-6)
-    else:  # half a unit in the last place, and what float32 accumulation may move across a rounding border
-        ulp = torch.finfo(out.dtype).eps
-        torch.testing.assert_close(out.double(), expected, rtol=0.55 * ulp, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,11 +56,10 @@ def test_decode_with_any_head_dim(backend, dtype, key_dim, value_dim):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 16, 33, 1000])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_decode_options(backend, softcap, window, with_sinks):
+@pytest.mark.parametrize("names", ["", "sinks", "alibi_slopes", "sinks alibi_slopes"])
+def test_decode_options(backend, softcap, window, names):
     setup = Setup([1, 0, 16, 33, 600], heads=6, kv_heads=2).fill(backend)
-    sinks = torch.linspace(-3, 6, 6) if with_sinks else None
-    check_decode(backend, setup, softcap=softcap, window=window, sinks=sinks)
+    check_decode(backend, setup, softcap=softcap, window=window, **prompt_options(names))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -270,21 +177,11 @@ def test_copy_blocks(backend, value_dim):
     torch.testing.assert_close(setup.storage.value_blocks, value, equal_nan=True, rtol=0, atol=0)
 
 
-PROMPTS = {
-    "all new": ([40, 40], [list(range(40))] * 2),
-    "left pads": ([40, 3, 17], [list(range(40)), [-1] * 37 + [0, 1, 2], [-1] * 23 + list(range(17))]),
-    "right pads": ([40, 3], [list(range(40)), [0, 1, 2] + [-1] * 37]),
-    "holes and an empty row": ([38, 0], [[0, -1, *range(1, 20), -1, *range(20, 38)], [-1] * 40]),
-    "past": ([60, 140], [list(range(20, 60)), list(range(100, 140))]),
-    "past in some rows, with holes": ([60, 38], [list(range(20, 60)), [0, -1, *range(1, 20), -1, *range(20, 38)]]),
-    "few behind a past": ([60, 3, 0, 290], [range(55, 60), [-1, -1, 0, 1, 2], [-1] * 5, [-1, 286, 287, 288, 289]]),
-    "many behind a past": ([1300], [list(range(100, 1300))]),
-}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("options", ["", "window", "softcap", "sinks", "window softcap sinks"])
+@pytest.mark.parametrize(
+    "options", ["", "window", "softcap", "sinks", "alibi_slopes", "window softcap sinks alibi_slopes"]
+)
 def test_prefill(backend, prompt, options):
     lengths, positions = PROMPTS[prompt]
     positions = torch.tensor([list(row) for row in positions])
@@ -297,36 +194,6 @@ def test_prefill(backend, prompt, options):
 def test_prefill_head_dims(backend, prompt, key_dim, value_dim):
     lengths, positions = PROMPTS[prompt]
     check_prefill(backend, Setup(lengths, key_dim=key_dim, value_dim=value_dim), torch.tensor(positions), {})
-
-
-def prompt_options(names):
-    values = {"window": 7, "softcap": 3.0, "sinks": torch.linspace(-2, 4, 6)}
-    return {option: values[option] for option in names.split()}
-
-
-def check_prefill(backend, setup, positions, options):
-    rows, q_len = positions.shape
-    new = (positions >= 0).sum(1).tolist()
-    past = [length - count for length, count in zip(setup.lengths, new, strict=True)]
-    setup.fill(backend, past)
-    key = setup.random(rows, q_len, setup.kv_heads, setup.key_dim).transpose(1, 2)  # what lies under pads is anything
-    value = setup.random(rows, q_len, setup.kv_heads, setup.value_dim).transpose(1, 2)
-    for row in range(rows):
-        real = positions[row] >= 0
-        key[row, :, real] = setup.key[row, :, positions[row, real]]
-        value[row, :, real] = setup.value[row, :, positions[row, real]]
-        key[row, :, ~real] = value[row, :, ~real] = math.nan
-    query = setup.random(rows, setup.heads, q_len, setup.key_dim)
-    plan = setup.plan(positions)
-    backend.write(setup.storage, key, value, plan)
-    out = backend.prefill(query, key, value, setup.storage, plan, scale=0.1, **options)
-    assert out.shape == (rows, q_len, setup.heads, setup.value_dim)
-    for row in range(rows):
-        real = positions[row] >= 0
-        assert (out[row, ~real] == 0).all()
-        if real.any():
-            expected = setup.expected(row, query[row, :, real], positions[row, real], 0.1, **options)
-            torch.testing.assert_close(out[row, real].double(), expected, rtol=2e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

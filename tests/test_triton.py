@@ -1,0 +1,310 @@
+"""The Triton kernels in Triton's interpreter, in float16 and float32, against float64.
+
+bfloat16 is left to GPUs: its products are wrong in the interpreter.
+"""
+
+import itertools
+import math
+import os
+import random
+
+import pytest
+import torch
+from allpairspy import AllPairs
+from kernel_checks import PROMPTS, Setup, assert_close, check_decode, check_prefill, prompt_options
+
+from hf_paged import PagedCache, paged_attention, use_backend
+from hf_paged.kernels import reference
+from hf_paged.kernels.select import backend_for
+from hf_paged.plan import GroupPlan
+from hf_paged.storage import LayerStorage
+
+pytest.importorskip("triton")
+from hf_paged.kernels import gpu
+from hf_paged.kernels.triton_config import Config, Target, decode_config, num_splits, parts, prefill_config
+
+# Scores of nothing but -inf divide by zero in numpy, where a GPU returns the infinity that is masked.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = [torch.float32, torch.float16]
+DIMS = [(dim, dim) for dim in (16, 24, 64, 72, 80, 96, 112, 128, 192, 256)] + [(192, 128)]
+WINDOWS = [None, 1, 17, 1000]
+CASES = {
+    "dtype": DTYPES,
+    "dims": DIMS,
+    "group": [1, 3, 4, 8, 64],
+    "block_size": [16, 32, 64, 256],
+    "tile": [16, 32, 64],
+    "splits": [1, 3, 9],  # the longest row has five blocks at most
+    "q_len": [1, 2, 5, 16],
+    "window": WINDOWS,
+    "softcap": [None, 2.0],
+    "sinks": [False, True],
+    "alibi": [False, True],
+}
+
+
+def pairs(**cases):
+    """Few cases in which every value of one parameter meets every value of each other."""
+
+    def is_small(values):
+        case = dict(zip(cases, values, strict=False))  # it is asked about beginnings, too
+        return case.get("group", 1) * case.get("q_len", 1) <= 128
+
+    chosen = [dict(zip(cases, values, strict=True)) for values in AllPairs(list(cases.values()), filter_func=is_small)]
+    return [pytest.param(case, id=" ".join(f"{name}={value}" for name, value in case.items())) for case in chosen]
+
+
+def check(case):
+    """One decode, of one token a row or of several behind a past, of which some are padding."""
+    lengths = [1, 0, 15, 17, 33, 70]
+    q_len, group, (key_dim, value_dim) = case["q_len"], case["group"], case["dims"]
+    setup = Setup(lengths, 2 * group, 2, key_dim, value_dim, case["block_size"], case["dtype"])
+    heads = torch.linspace(0, 1, 2 * group)
+    options = {"softcap": case["softcap"], "window": case["window"]}
+    options |= {"sinks": 5 * heads - 2 if case["sinks"] else None, "alibi_slopes": heads if case["alibi"] else None}
+    m = min(64, max(16, 1 << (group * q_len - 1).bit_length()))
+    cut = {"config": Config(m, case["tile"], 4, 2), "splits": case["splits"]}
+    if q_len == 1:
+        check_decode(gpu, setup.fill(gpu), cut, **options)
+        return
+    positions = torch.stack([torch.arange(length - q_len, length) for length in lengths])
+    positions = positions.masked_fill(positions < 0, -1)  # rows shorter than the step are padded on the left
+    check_prefill(Decode(), setup, positions, options, cut)
+
+
+class Decode:
+    """The backend with its decode kernel for prefill, so that a test can say how it is cut."""
+
+    name, write = gpu.name, staticmethod(gpu.write)
+
+    def prefill(self, query, key, value, storage, plan, **options):
+        return gpu.decode(query, storage, plan, **options)
+
+
+@pytest.mark.parametrize("case", pairs(**CASES))
+def test_decode(case):
+    check(case)
+
+
+@pytest.mark.slow
+def test_decode_the_whole_product():
+    """Every combination, or a share of them: `HF_PAGED_PRODUCT=3/2000` runs the fourth of 2,000 shares, 250 cases."""
+    share, shares = map(int, os.environ.get("HF_PAGED_PRODUCT", "0/2000").split("/"))
+    combinations = list(itertools.product(*CASES.values()))
+    random.Random(0).shuffle(combinations)
+    for values in combinations[share::shares]:
+        case = dict(zip(CASES, values, strict=True))
+        print(case)  # pytest shows the last one if it fails
+        check(case)
+
+
+PREFILLS = {
+    "prompt": [name for name in PROMPTS if name != "many behind a past"],
+    "dims": [(16, 16), (72, 72), (96, 96), (112, 112), (128, 128), (192, 128)],
+    "dtype": DTYPES,
+    "block_size": [16, 64],
+    "tile": [16, 32],
+    "options": ["", "window", "softcap sinks", "alibi_slopes", "window softcap sinks alibi_slopes"],
+    "heads": [(6, 2), (6, 6)],
+}
+
+
+@pytest.mark.parametrize("case", pairs(**PREFILLS))
+def test_prefill(case):
+    lengths, positions = PROMPTS[case["prompt"]]
+    positions = torch.tensor([list(row) for row in positions])
+    setup = Setup(lengths, *case["heads"], *case["dims"], case["block_size"], case["dtype"])
+    cut = {"config": Config(16, case["tile"], 4, 2)}
+    check_prefill(gpu, setup, positions, prompt_options(case["options"]), cut)
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_89", "sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_as_the_rules_cut_it(device, dtype, monkeypatch):
+    monkeypatch.setattr(gpu, "target_of", lambda device_: Target(device, 8))
+    setup = Setup([300, 5], heads=8, dtype=dtype)
+    check_decode(gpu, setup.fill(gpu))
+    positions = torch.tensor([list(range(260, 300)), [-1] * 35 + list(range(5))])
+    check_prefill(gpu, Setup([300, 5], heads=8, dtype=dtype), positions, {})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value_dim", [40, 24])
+def test_write_touches_its_slots_and_no_other(dtype, value_dim):
+    setup = Setup([20, 3, 0, 33], key_dim=40, value_dim=value_dim, dtype=dtype)
+    before = setup.storage.key_blocks.clone(), setup.storage.value_blocks.clone()
+    positions = torch.full((4, 5), -1)
+    positions[0] = torch.tensor([15, 16, -1, -1, 17])
+    positions[1] = torch.tensor([-1, -1, 0, 1, 2])
+    positions[3] = torch.tensor([-1, -1, -1, -1, 32])
+    fused = setup.random(4, 5, 2 * (40 + value_dim))  # strided slices of a fused projection, as in GPT-2
+    key = fused[..., :80].view(4, 5, 2, 40).transpose(1, 2)
+    value = fused[..., 80:].view(4, 5, 2, value_dim).transpose(1, 2)
+    gpu.write(setup.storage, key, value, setup.plan(positions))
+    for row in range(4):
+        for i, position in enumerate(positions[row].tolist()):
+            if position >= 0:
+                block, slot = setup.table[row, position // 16], position % 16
+                before[0][block, :, slot] = key[row, :, i]
+                before[1][block, :, slot] = value[row, :, i]
+    for blocks, expected in zip((setup.storage.key_blocks, setup.storage.value_blocks), before, strict=True):
+        torch.testing.assert_close(blocks, expected, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value_dim", [64, 32])
+def test_copy_blocks(value_dim):
+    setup = Setup([40, 40], value_dim=value_dim).fill(gpu)
+    key, value = setup.storage.key_blocks.clone(), setup.storage.value_blocks.clone()
+    gpu.copy_blocks(setup.storage, [])
+    gpu.copy_blocks(setup.storage, [(1, 5), (0, 7), (1, 6)])
+    key[[5, 7, 6]], value[[5, 7, 6]] = key[[1, 0, 1]], value[[1, 0, 1]]
+    torch.testing.assert_close(setup.storage.key_blocks, key, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(setup.storage.value_blocks, value, equal_nan=True, rtol=0, atol=0)
+
+
+def test_any_strides():
+    """Also a last dimension that is not contiguous, and blocks in another layout."""
+    setup = Setup([20, 37])
+    setup.storage.key_blocks, setup.storage.value_blocks = (
+        torch.full((8, 16, 2, 64), math.nan).transpose(1, 2) for _ in range(2)
+    )
+    setup.key, setup.value = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (setup.key, setup.value))
+    setup.fill(gpu)
+    query = setup.random(2, 64, 1, 4).permute(0, 3, 2, 1)
+    out = gpu.decode(query, setup.storage, setup.decode_plan(), scale=0.1)
+    for row in range(2):
+        expected = setup.expected(row, query[row], [setup.lengths[row] - 1], 0.1)
+        assert_close(out[row], expected, rounds_weights=True)
+
+
+def test_a_nan_of_the_model_is_not_hidden():
+    setup = Setup([100, 100])
+    setup.key[0, 0, 7] = math.nan
+    setup.fill(gpu)
+    for splits in (1, 4):
+        query = setup.random(2, 4, 1, 64)
+        out = gpu.decode(query, setup.storage, setup.decode_plan(), scale=0.1, splits=splits)
+        assert out[0, 0, :2].isnan().all()
+        assert not out[0, 0, 2:].isnan().any() and not out[1].isnan().any()
+
+
+def test_large_scores_do_not_overflow():
+    setup = Setup([150], heads=2, kv_heads=1)
+    setup.key *= 100
+    setup.fill(gpu)
+    query = setup.random(1, 2, 1, 64) * 100
+    best = (query[0, :, 0].double() @ setup.key[0, 0].double().T).argmax(-1)
+    for splits in (1, 3):
+        out = gpu.decode(query, setup.storage, setup.decode_plan(), scale=1.0, splits=splits)
+        torch.testing.assert_close(out[0, 0], setup.value[0, 0, best])
+
+
+def test_a_pool_of_more_than_two_to_the_31_elements():
+    """Its memory is committed by the system where it is touched: at the end of the pool alone."""
+    num_blocks, kv_heads, dim = 2**31 // (2 * 2 * 16 * 64) + 9, 2, 64
+    storage = LayerStorage(num_blocks, 16, kv_heads, dim, dim, torch.float16, torch.float16, torch.device("cpu"))
+    assert storage.kv[:-4].numel() > 2**31
+    setup = Setup([20], dtype=torch.float16)
+    setup.storage, setup.table = storage, torch.tensor([[num_blocks - 2, num_blocks - 3]], dtype=torch.int32)
+    setup.fill(gpu)
+    check_decode(gpu, setup)
+    positions = torch.arange(20)[None]
+    query = setup.random(1, 4, 20, dim)
+    out = gpu.prefill(query, None, None, storage, setup.plan(positions), scale=0.1, config=Config(16, 16, 4, 2))
+    assert_close(out[0], setup.expected(0, query[0], positions[0], 0.1), rounds_weights=True)
+    gpu.copy_blocks(storage, [(num_blocks - 2, num_blocks - 1)])
+    torch.testing.assert_close(storage.kv[num_blocks - 1], storage.kv[num_blocks - 2], rtol=0, atol=0)
+
+
+def test_fixed_chunks_do_not_depend_on_the_batch():
+    setup = Setup([300, 20, 900, 131], heads=8).fill(gpu)
+    query = setup.random(4, 8, 1, 64)
+
+    def decode(rows):
+        lengths = [setup.lengths[row] for row in rows]
+        positions = torch.tensor([[length - 1] for length in lengths], dtype=torch.int32)
+        plan = GroupPlan(setup.table[rows], torch.tensor(lengths, dtype=torch.int32), positions, max(lengths))
+        return gpu.decode(query[rows], setup.storage, plan, scale=0.1)
+
+    with gpu.fixed_chunks(128):
+        together = decode([0, 1, 2, 3])
+        for row in range(4):
+            assert torch.equal(decode([row])[0], together[row])
+        assert torch.equal(decode([3, 1])[0], together[3])
+    assert_close(together[2], setup.expected(2, query[2], [899], 0.1), rounds_weights=True)
+    assert not torch.equal(decode([0])[0], together[0])  # otherwise cut, another order of additions
+
+
+@pytest.mark.parametrize("tokens", [0, 64, 200])
+def test_a_chunk_that_cannot_be_is_refused(tokens):
+    with pytest.raises(ValueError, match="power of two"), gpu.fixed_chunks(tokens):
+        pass
+
+
+@pytest.mark.parametrize(
+    "dim, expected",
+    [(16, (16, 0)), (24, (16, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32)), (112, (64, 64)),
+     (128, (128, 0)), (192, (128, 64)), (256, (256, 0))],
+)  # fmt: skip
+def test_head_dims_are_cut_into_two_powers_of_two(dim, expected):
+    assert parts(dim) == expected
+
+
+def test_tiles_and_blocks_divide_one_another():
+    for target in ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"):
+        for dim in (16, 72, 128, 256):
+            for itemsize in (2, 4):
+                configs = [decode_config(Target(target, 100), dim, dim, itemsize, queries) for queries in (1, 8, 1024)]
+                for config in (*configs, prefill_config(Target(target, 100), dim, dim, itemsize)):
+                    assert config.tile in (16, 32, 64, 128) and config.m in (16, 32, 64, 128)
+
+
+def test_splits_fill_the_device_and_no_more():
+    h100 = Target("sm_90", 132)
+    assert num_splits(h100, 1, 8, 32768, 64) == 33
+    assert num_splits(h100, 1, 1, 1 << 20, 64) == 64  # joining costs, too
+    assert num_splits(h100, 8, 8, 4096, 64) == 5
+    assert num_splits(h100, 256, 8, 4096, 64) == 1
+    assert num_splits(h100, 1, 8, 100, 64) == 1
+    assert num_splits(h100, 1, 8, 513, 64) == 3
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"block_size": 8}, "blocks of 16"),
+        ({"key_dim": 8}, "head dims"),
+        ({"key_dim": 260}, "head dims"),
+        ({"key_dim": 20}, "head dims"),
+        ({"dtype": torch.float64}, "float16"),
+    ],
+)
+def test_what_it_cannot_serve_it_says(change, words):
+    setup = Setup([5], **change)
+    assert words in gpu.unsupported(setup.dtype, setup.storage)
+    assert "one dtype" in gpu.unsupported(torch.bfloat16, Setup([5]).storage)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_generate(tiny_llama, beams):
+    ids = torch.randint(1, 200, (2, 24), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    expected = tiny_llama.generate(input_ids=ids, attention_mask=mask, **options)
+    with use_backend("triton"), paged_attention(tiny_llama):
+        cache = PagedCache(tiny_llama.config, num_blocks=64)
+        tokens = tiny_llama.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **options)
+    assert {layer.backend.name for layer in cache.layers} == {"triton"}
+    assert torch.equal(tokens, expected)
+
+
+def test_small_blocks_go_the_dense_way_on_a_gpu():
+    setup = Setup([5], block_size=8)
+    backend = backend_for(torch.device("cuda"), torch.float32, setup.storage)
+    assert "blocks of 16" in backend.unsupported(torch.float32, setup.storage)
+    setup.fill(backend)
+    assert torch.equal(reference.gather(setup.storage, setup.table[0], 5)[0], setup.key[0])
+    assert backend_for(torch.device("cuda"), torch.float32, Setup([5]).storage) is gpu
+    assert backend_for(torch.device("cpu"), torch.float32, Setup([5]).storage) is not gpu
