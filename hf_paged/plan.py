@@ -88,12 +88,12 @@ class StepPlan:
         """The group's plan as tensors on `device`; on a CPU they share the host's memory."""
         plan = self._on_device.get((group, device))
         if plan is None:
-            plan = self._on_device[group, device] = GroupPlan(
-                block_table=torch.from_numpy(self.block_tables[group]).to(device),
-                context_lens=torch.from_numpy(self.context_lens).to(device),
-                positions=torch.from_numpy(self.positions).to(device),
-                max_context=int(self.context_lens.max(initial=0)),
-            )
+            arrays = (self.block_tables[group], self.context_lens, self.positions)
+            tensors = [torch.from_numpy(array) for array in arrays]
+            if device.type != "cpu":
+                tensors = send_together(tensors, device)
+            longest = int(self.context_lens.max(initial=0))
+            plan = self._on_device[group, device] = GroupPlan(*tensors, max_context=longest)
         return plan
 
     def forget_masks(self) -> None:
@@ -101,3 +101,24 @@ class StepPlan:
         self.masks.clear()
         self.build_mask.clear()
         self.dense_index.clear()
+
+
+def send_together(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy int32 tensors to a device in one piece, which the host need not wait for.
+
+    Each begins at a multiple of 16 bytes, as kernels like it. Pinned memory comes from torch's allocator for it, which
+    gives it to nobody else before the copy is done.
+    """
+    starts, size = [], 0
+    for tensor in tensors:
+        starts.append(size)
+        size += -(-tensor.numel() // 4) * 4
+    with torch.inference_mode(False):
+        staged = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        for start, tensor in zip(starts, tensors, strict=True):
+            staged[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+        sent = staged.to(device, non_blocking=True)
+        return [
+            sent[start : start + tensor.numel()].view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]

@@ -32,6 +32,7 @@ from .triton_config import (
     prefill_config,
 )
 from .triton_decode import combine_kernel, decode_kernel
+from .triton_launch import Launcher
 from .triton_prefill import prefill_kernel
 from .triton_store import copy_kernel, write_kernel
 
@@ -42,12 +43,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 COMBINE_STEP = 16
 CHUNK_ENVIRONMENT_VARIABLE = "HF_PAGED_DECODE_CHUNK"
 
+_Use = tuple[bool, bool, torch.dtype | None, torch.dtype | None]
+
 _chunk = int(os.environ.get(CHUNK_ENVIRONMENT_VARIABLE, "0"))
 
 
 def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
     """Why this backend cannot serve these dtypes and shapes on this device, or None."""
     key, value = storage.key_blocks, storage.value_blocks
+    if storage.native.__class__ is NativeStorage and query_dtype == key.dtype:
+        return None  # it serves it already
     if key.device.type != "cuda" and not knobs.runtime.interpret:
         return f"the Triton kernels run on GPUs, the blocks are on {key.device}"
     if not query_dtype == key.dtype == value.dtype:
@@ -84,29 +89,24 @@ def fixed_chunks(tokens: int) -> Iterator[None]:
         _chunk = before
 
 
-@torch.no_grad()
 def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) -> None:
     """Store the new tokens of a step; see `reference.write`."""
     native = _native(storage)
-    key, value = _inner_contiguous(key), _inner_contiguous(value)
-    rows, q_len = plan.positions.shape
-    if rows * q_len:
-        write_kernel[native.write_grid(rows * q_len)](
-            key,
-            value,
-            storage.key_blocks,
-            storage.value_blocks,
-            plan.block_table,
-            plan.positions,
-            q_len,
-            *(key.stride(0), key.stride(1), key.stride(2)),
-            *(value.stride(0), value.stride(1), value.stride(2)),
-            plan.block_table.stride(0),
-            **native.write_constants,
-        )
+    key, value = _detached(key), _detached(value)
+    tokens = plan.positions.numel()
+    if not tokens:
+        return
+    strides = (*key.stride()[:3], *value.stride()[:3])
+    table = plan.block_table
+    native.writer(
+        (strides, _misaligned(key, value, table, plan.positions)),
+        (tokens, native.write_programs, 1),
+        *(key, value, storage.key_blocks, storage.value_blocks, table, plan.positions, plan.positions.shape[1]),
+        *strides,
+        table.stride(0),
+    )
 
 
-@torch.no_grad()
 def decode(
     query: Tensor,
     storage: LayerStorage,
@@ -126,58 +126,38 @@ def decode(
         config, splits: instead of what the rules give.
     """
     native = _native(storage)
-    query = _inner_contiguous(query)
+    query, sinks, slopes = _detached(query), _detached(sinks), _detached(alibi_slopes)
     rows, heads, q_len, _ = query.shape
     out = query.new_empty((rows, q_len, heads, native.value_dim))
-    if not out.numel():
+    if not rows * q_len:
         return out
-    group = heads // native.kv_heads
-    if config is None:
-        config = decode_config(native.target, native.key_dim, native.value_dim, native.itemsize, group * q_len)
-    products = -(-group * q_len // config.m)
-    longest = plan.max_context if window is None else min(plan.max_context, window + config.tile + q_len)
+    use = _use(softcap, window, sinks, slopes)
+    decoder = native.kernels.get((heads, q_len, use, _chunk, config))
+    if decoder is None:
+        decoder = native.kernels[heads, q_len, use, _chunk, config] = _Decoder(native, heads, q_len, use, config)
+    tile, programs = decoder.config.tile, decoder.programs
     if splits is None:
-        if _chunk:
-            splits = max(1, -(-longest // _chunk))
-        else:
-            splits = num_splits(native.target, rows, native.kv_heads * products, longest, config.tile)
+        # A window is as long as it is, and what it and its queries reach over tile borders.
+        longest = plan.max_context if window is None else min(plan.max_context, window + q_len + tile)
+        splits = max(1, -(-longest // _chunk)) if _chunk else num_splits(native.target, rows, programs, longest, tile)
     partial = None
     if splits > 1:
         partial = _workspace(plan, rows * q_len * heads * splits * (native.value_dim + 4))
-    decode_kernel[native.kv_heads * products, rows, splits](
-        out,
-        partial,
-        query,
-        storage.key_blocks,
-        storage.value_blocks,
-        plan.block_table,
-        plan.positions,
-        *_attention_arguments(scale, softcap, window, sinks, alibi_slopes),
-        *(query.stride(0), query.stride(1), query.stride(2)),
-        plan.block_table.stride(0),
-        **native.attention_constants,
-        KV_HEADS=native.kv_heads,
-        GROUP=group,
-        Q_LEN=q_len,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        ALIBI=alibi_slopes is not None,
-        SPLIT=splits > 1,
-        CHUNK=_chunk,
-        M=config.m,
-        TILE=config.tile,
-        num_warps=config.warps,
-        num_stages=config.stages,
+    table, strides = plan.block_table, query.stride()[:3]
+    decoder.attend[splits > 1](
+        (strides, window, _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (programs, rows, splits),
+        *(out, partial, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
+        *_factors(scale, softcap),
+        window or 0,
+        *strides,
+        table.stride(0),
     )
     if partial is not None:
-        combine_kernel[(rows * q_len * heads,)](
-            out, partial, splits, native.value_dim, next_power_of_2(native.value_dim), COMBINE_STEP, num_warps=4
-        )
+        decoder.combine(out.data_ptr() % 16, (rows * q_len * heads, 1, 1), out, partial, splits)
     return out
 
 
-@torch.no_grad()
 def prefill(
     query: Tensor,
     key: Tensor,
@@ -194,37 +174,25 @@ def prefill(
 ) -> Tensor:
     """Causal attention of a step's new tokens over what their rows have stored; see `reference.prefill`."""
     rows, heads, q_len, _ = query.shape
-    options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks, "alibi_slopes": alibi_slopes}
     if q_len <= MAX_DECODE_QUERIES and config is None:
-        return decode(query, storage, plan, **options)
+        options = {"softcap": softcap, "window": window, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        return decode(query, storage, plan, scale=scale, **options)
     native = _native(storage)
-    query = _inner_contiguous(query)
+    query, sinks, slopes = _detached(query), _detached(sinks), _detached(alibi_slopes)
     out = query.new_empty((rows, q_len, heads, native.value_dim))
-    if not out.numel():
+    if not rows * q_len:
         return out
-    if config is None:
-        config = prefill_config(native.target, native.key_dim, native.value_dim, native.itemsize)
-    prefill_kernel[heads, -(-q_len // config.m), rows](
-        out,
-        query,
-        storage.key_blocks,
-        storage.value_blocks,
-        plan.block_table,
-        plan.positions,
-        *_attention_arguments(**options),
-        q_len,
-        *(query.stride(0), query.stride(1), query.stride(2)),
-        plan.block_table.stride(0),
-        **native.attention_constants,
-        GROUP=heads // native.kv_heads,
-        SOFTCAP=softcap is not None,
-        WINDOW=window is not None,
-        SINKS=sinks is not None,
-        ALIBI=alibi_slopes is not None,
-        M=config.m,
-        TILE=config.tile,
-        num_warps=config.warps,
-        num_stages=config.stages,
+    use = _use(softcap, window, sinks, slopes)
+    launcher, m = native.prefill_kernel(heads, use, config)
+    table, strides = plan.block_table, query.stride()[:3]
+    launcher(
+        (strides, window, _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (heads, -(-q_len // m), rows),
+        *(out, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
+        *_factors(scale, softcap),
+        *(window or 0, q_len),
+        *strides,
+        table.stride(0),
     )
     return out
 
@@ -234,11 +202,11 @@ def copy_blocks(storage: LayerStorage, pairs: list[tuple[int, int]]) -> None:
     """Copy whole blocks; see `reference.copy_blocks`."""
     if not pairs:
         return
+    native = _native(storage)
     on_device = _pairs_on(storage.device, tuple(pairs))
-    for blocks in (storage.key_blocks, storage.value_blocks) if storage.kv is None else (storage.kv,):
-        size = blocks[0].numel()
-        width = min(4096, next_power_of_2(size))
-        copy_kernel[len(pairs), -(-size // width)](blocks, on_device, blocks.stride(0), size, width, num_warps=4)
+    together = (storage.kv,) if storage.kv is not None else (storage.key_blocks, storage.value_blocks)
+    for blocks, (copier, programs) in zip(together, native.copiers(together), strict=True):
+        copier(on_device.data_ptr() % 16, (len(pairs), programs, 1), blocks, on_device)
 
 
 @lru_cache(maxsize=8)  # the layers of a group copy the same blocks
@@ -246,23 +214,35 @@ def _pairs_on(device: torch.device, pairs: tuple[tuple[int, int], ...]) -> Tenso
     return torch.tensor(pairs, dtype=torch.int32, device=device)
 
 
-def _attention_arguments(
-    scale: float, softcap: float | None, window: int | None, sinks: Tensor | None, alibi_slopes: Tensor | None
-) -> tuple[Any, ...]:
-    """The kernels' `sinks, slopes, scale, softcap, window`."""
-    if softcap is None:
-        factors = scale * LOG2_E, 0.0
-    else:
-        factors = scale / softcap, softcap * LOG2_E
-    return _float32(sinks), _float32(alibi_slopes), *factors, window or 0
-
-
-def _float32(per_head: Tensor | None) -> Tensor | None:
-    return None if per_head is None else per_head.detach().to(torch.float32).contiguous()
-
-
-def _inner_contiguous(tensor: Tensor) -> Tensor:
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    """Without a gradient, and with its last dimension side by side."""
+    if tensor is None:
+        return None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _misaligned(*tensors: Tensor | None) -> int:
+    """0 if all addresses are multiples of 16, else something that says which are not, near enough for a key."""
+    bits = 0
+    for place, tensor in enumerate(tensors):
+        if tensor is not None and tensor.data_ptr() % 16:
+            bits |= 1 << place
+    return bits
+
+
+def _use(softcap: float | None, window: int | None, sinks: Tensor | None, slopes: Tensor | None) -> _Use:
+    """Which options are used, and of which dtype they are: for each such use there is a compiled kernel."""
+    sinks_dtype = None if sinks is None else sinks.dtype
+    return softcap is not None, window is not None, sinks_dtype, None if slopes is None else slopes.dtype
+
+
+def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """The kernels' `scale` and `softcap`: they compute in units of log 2."""
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return scale / softcap, softcap * LOG2_E
 
 
 def _workspace(plan: GroupPlan, size: int) -> Tensor:
@@ -284,38 +264,81 @@ def target_of(device: torch.device) -> Target:
 
 
 class NativeStorage:
-    """What the kernels want to know of a layer's blocks, as constants of the compilation."""
-
-    __slots__ = (
-        *("target", "kv_heads", "key_dim", "value_dim", "dim", "itemsize", "elements"),
-        *("attention_constants", "write_constants"),
-    )
+    """What the kernels want to know of a layer's blocks, and the kernels for them."""
 
     def __init__(self, key_blocks: Tensor, value_blocks: Tensor, target: Target) -> None:
         _, self.kv_heads, block_size, self.key_dim = key_blocks.shape
-        self.target = target
         self.value_dim = value_blocks.shape[-1]
-        self.dim = max(self.key_dim, self.value_dim)
         self.itemsize = key_blocks.element_size()
-        self.elements = self.kv_heads * self.dim
-        shapes = {
+        self.target = target
+        self.device = key_blocks.device
+        self.shapes = {
             **dict(zip(("KEY_BLOCK", "KEY_HEAD", "KEY_SLOT"), key_blocks.stride()[:3], strict=True)),
             **dict(zip(("VALUE_BLOCK", "VALUE_HEAD", "VALUE_SLOT"), value_blocks.stride()[:3], strict=True)),
-            **{"KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim, "BLOCK_SIZE": block_size},
+            **{"KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim},
+            **{"BLOCK_SIZE": block_size, "KV_HEADS": self.kv_heads},
         }
-        (key_1, key_2), (value_1, value_2) = parts(self.key_dim, self.itemsize), parts(self.value_dim, self.itemsize)
-        self.attention_constants = {
-            **shapes,
-            **{"KEY_1": key_1, "KEY_2": key_2, "VALUE_1": value_1, "VALUE_2": value_2},
-            # Without it the products of float32 are done in TF32, with 10 bits; three of them keep 20 and more.
-            "PRECISION": "tf32x3" if self.itemsize == 4 and target.is_nvidia else "ieee",
-            "enable_fp_fusion": True,
-        }
-        width = min(4096, next_power_of_2(self.elements))
-        self.write_constants = {**shapes, "KV_HEADS": self.kv_heads, "WIDTH": width, "num_warps": 4}
+        self.kernels: dict[Any, Any] = {}  # by use
+        elements = self.kv_heads * max(self.key_dim, self.value_dim)
+        width = min(4096, next_power_of_2(elements))
+        self.writer = Launcher(write_kernel, {**self.shapes, "WIDTH": width}, self.device, num_warps=4)
+        self.write_programs = -(-elements // width)
 
-    def write_grid(self, tokens: int) -> tuple[int, int]:
-        return tokens, -(-self.elements // self.write_constants["WIDTH"])
+    def attention_constants(self, heads: int, use: _Use, config: Config) -> dict[str, Any]:
+        softcap, window, sinks_dtype, slopes_dtype = use
+        (key_1, key_2), (value_1, value_2) = parts(self.key_dim, self.itemsize), parts(self.value_dim, self.itemsize)
+        return {
+            **self.shapes,
+            **{"KEY_1": key_1, "KEY_2": key_2, "VALUE_1": value_1, "VALUE_2": value_2},
+            **{"GROUP": heads // self.kv_heads, "M": config.m, "TILE": config.tile},
+            **{"SOFTCAP": softcap, "WINDOW": window},
+            **{"SINKS": sinks_dtype is not None, "ALIBI": slopes_dtype is not None},
+            # Without it the products of float32 are done in TF32, with 10 bits; three of them keep 20 and more.
+            "PRECISION": "tf32x3" if self.itemsize == 4 and self.target.is_nvidia else "ieee",
+        }
+
+    def prefill_kernel(self, heads: int, use: _Use, config: Config | None) -> tuple[Launcher, int]:
+        """The kernel, and how many queries one of its programs takes."""
+        kernel = self.kernels.get((heads, use, config))
+        if kernel is None:
+            cut = config or prefill_config(self.target, self.key_dim, self.value_dim, self.itemsize)
+            constants = self.attention_constants(heads, use, cut)
+            options = {"num_warps": cut.warps, "num_stages": cut.stages}
+            kernel = Launcher(prefill_kernel, constants, self.device, **options), cut.m
+            self.kernels[heads, use, config] = kernel
+        return kernel
+
+    def copiers(self, together: tuple[Tensor, ...]) -> list[tuple[Launcher, int]]:
+        """For each tensor of blocks a kernel that copies some, and how many programs a block takes."""
+        if "copy" not in self.kernels:
+            self.kernels["copy"] = []
+            for blocks in together:
+                size = blocks[0].numel()
+                width = min(4096, next_power_of_2(size))
+                constants = {"STRIDE": blocks.stride(0), "SIZE": size, "WIDTH": width}
+                copier = Launcher(copy_kernel, constants, self.device, num_warps=4)
+                self.kernels["copy"].append((copier, -(-size // width)))
+        return self.kernels["copy"]
+
+
+class _Decoder:
+    """The kernels of one use of decode."""
+
+    __slots__ = ("attend", "combine", "config", "programs")
+
+    def __init__(self, native: NativeStorage, heads: int, q_len: int, use: _Use, config: Config | None) -> None:
+        queries = heads // native.kv_heads * q_len
+        dims = native.key_dim, native.value_dim
+        self.config = config = config or decode_config(native.target, *dims, native.itemsize, queries)
+        self.programs = native.kv_heads * -(-queries // config.m)
+        constants = {**native.attention_constants(heads, use, config), "Q_LEN": q_len, "CHUNK": _chunk}
+        options = {"num_warps": config.warps, "num_stages": config.stages}
+        self.attend = tuple(
+            Launcher(decode_kernel, {**constants, "SPLIT": split}, native.device, **options) for split in (False, True)
+        )
+        width = next_power_of_2(native.value_dim)
+        constants = {"VALUE_DIM": native.value_dim, "WIDTH": width, "STEP": COMBINE_STEP}
+        self.combine = Launcher(combine_kernel, constants, native.device, num_warps=4)
 
 
 def _native(storage: LayerStorage) -> NativeStorage:

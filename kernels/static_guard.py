@@ -1,10 +1,7 @@
-"""What must hold of the compiled kernels, checked without a GPU.
+"""What must hold of the compiled kernels, checked without a GPU. `hf-paged kernels` shows it.
 
-    python -m hf_paged.kernels.static_guard             the main configurations, as a table
-    python -m hf_paged.kernels.static_guard --all       every one (half an hour)
-
-Exit code 1 if something does not hold. Compiling happens in other processes, for the compiler can abort; what comes out
-is kept by a hash of the kernels' source.
+Compiling happens in other processes, for the compiler can abort; what comes out is kept by a hash of the kernels'
+source. Run as a program this file is such a process.
 """
 
 from __future__ import annotations
@@ -19,9 +16,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .static_facts import DEVICES, WIDTHS, Case, Facts, facts_of
 from .triton_config import Config, parts
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DIMS = [(dim, dim) for dim in (16, 24, 64, 72, 80, 96, 112, 128, 192, 256)] + [(192, 128)]
 TIME_LIMIT = 300  # seconds that one case may take
@@ -86,7 +87,7 @@ def faults(case: Case, facts: Facts) -> list[str]:
         found.append("no matrix instructions")
     value_dim = case.value_dim or case.key_dim
     size = WIDTHS[case.dtype]
-    wide = sum(count for opcode, count in facts.loads.items() if opcode.endswith(("128", "x4")))
+    wide = _wide_loads(facts)
     tile_bytes = facts.tile * size * sum((*parts(case.key_dim, size), *parts(value_dim, size)))
     needed = tile_bytes / (16 * (32 if nvidia else 64) * facts.warps)
     if wide < needed:
@@ -108,6 +109,11 @@ def faults(case: Case, facts: Facts) -> list[str]:
         if case.target == "sm_90" and limit is not None and not case.options and facts.per_token > limit:
             found.append(f"{facts.per_token:.1f} warp instructions a token, {limit} are allowed")
     return found
+
+
+def _wide_loads(facts: Facts) -> int:
+    """Loads of 16 bytes a thread in the loop."""
+    return sum(count for opcode, count in facts.loads.items() if opcode.endswith(("128", "x4")))
 
 
 # Running ----------------------------------------------------------------------------------------------------------
@@ -191,7 +197,7 @@ def _start_worker() -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     package = str(Path(sys.modules["hf_paged"].__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "hf_paged.kernels.static_guard", "--serve"]
+    command = [sys.executable, "-m", "hf_paged.kernels.static_guard"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment)
 
@@ -230,7 +236,7 @@ def _serve() -> None:
         print(json.dumps(message), file=out, flush=True)
 
 
-# The table --------------------------------------------------------------------------------------------------------
+# Showing it -------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
     *("kernel", "target", "use", "queries x tile", "warps", "stages", "buffers", "registers", "shared"),
@@ -238,27 +244,34 @@ COLUMNS = (
 )
 
 
-def table_rows(cases: Iterable[Case], outcomes: Iterable[Facts | str]) -> list[tuple[str, ...]]:
-    """A row of text for each case, as `COLUMNS`."""
-    rows = []
-    for case, facts in zip(cases, outcomes, strict=True):
-        use = str(case).split(" ", 2)[2]
-        if isinstance(facts, str):
-            rows.append((case.kernel, case.target, use, *[""] * 10, facts))
-            continue
-        wide = sum(count for opcode, count in facts.loads.items() if opcode.endswith(("128", "x4")))
-        attention = case.kernel in ("decode", "prefill")
-        model = (f"{facts.per_token:.1f}", f"{facts.issue_share:.2f}") if case.kernel == "decode" else ("", "")
-        rows.append(
-            (
-                *(case.kernel, case.target, use, f"{facts.m} x {facts.tile}" if attention else ""),
-                *(str(facts.warps), str(facts.stages) if attention else "", str(facts.buffers) if attention else ""),
-                *(str(facts.registers), f"{facts.shared / 1024:.0f} KiB", str(wide) if attention else ""),
-                *(" ".join(f"{count} {name}" for name, count in facts.matrix.items()), *model),
-                "; ".join(faults(case, facts)) or "yes",
-            )
-        )
-    return rows
+def verdict(case: Case, outcome: Facts | str) -> list[str]:
+    """What does not hold, in words; empty if all does."""
+    return [outcome] if isinstance(outcome, str) else faults(case, outcome)
+
+
+def as_dict(case: Case, outcome: Facts | str, found: list[str]) -> dict[str, Any]:
+    facts = None if isinstance(outcome, str) else asdict(outcome)
+    return {"case": asdict(case), "facts": facts, "faults": found}
+
+
+def table_row(case: Case, outcome: Facts | str, found: list[str]) -> tuple[str, ...]:
+    """A row of text, as `COLUMNS`."""
+    use = str(case).split(" ", 2)[2]
+    holds = "; ".join(found) or "yes"
+    if isinstance(outcome, str):
+        return (case.kernel, case.target, use, *[""] * 10, holds)
+    size = f"{outcome.shared / 1024:.0f} KiB"
+    if case.kernel not in ("decode", "prefill"):
+        sizes = ("", f"{outcome.warps}", "", "", f"{outcome.registers}", size)
+        return (case.kernel, case.target, use, *sizes, *[""] * 4, holds)
+    model = ("", "")
+    if case.kernel == "decode":
+        model = (f"{outcome.per_token:.1f}", f"{outcome.issue_share:.2f}")
+    return (
+        *(case.kernel, case.target, use, f"{outcome.m} x {outcome.tile}", f"{outcome.warps}", f"{outcome.stages}"),
+        *(f"{outcome.buffers}", f"{outcome.registers}", size, f"{_wide_loads(outcome)}"),
+        *(" ".join(f"{count} {name}" for name, count in outcome.matrix.items()), *model, holds),
+    )
 
 
 def markdown(rows: Iterable[Sequence[str]]) -> str:
@@ -267,40 +280,34 @@ def markdown(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    import argparse
+def print_table(results: Iterable[tuple[Case, Facts | str, list[str]]], console: Console) -> None:
+    """The table for a terminal: its main columns, and what does not hold below it."""
+    from rich.table import Table
+    from rich.text import Text
 
-    parser = argparse.ArgumentParser(prog="python -m hf_paged.kernels.static_guard", description=__doc__.split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="every configuration instead of the main ones")
-    parser.add_argument("--target", action="append", choices=list(DEVICES), help="only this target; repeatable")
-    parser.add_argument("--kernel", action="append", help="only this kernel; repeatable")
-    parser.add_argument("--jobs", type=int, help="processes that compile (default: as many as there are cores)")
-    parser.add_argument("--faults", action="store_true", help="only what does not hold")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.serve:
-        _serve()
-        return 0
-    cases = [
-        case
-        for case in (all_cases() if options.all else main_cases())
-        if (not options.target or case.target in options.target)
-        and (not options.kernel or case.kernel in options.kernel)
-    ]
-
-    def progress(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done}/{len(cases)} compiled", end="", file=sys.stderr, flush=True)
-
-    outcomes = run(cases, options.jobs, progress)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    rows = table_rows(cases, outcomes)
-    failed = [row for row in rows if row[-1] != "yes"]
-    print(markdown(failed if options.faults else rows))
-    print(f"\n{len(rows)} configurations, {len(failed)} with a fault", file=sys.stderr)
-    return 1 if failed else 0
+    table = Table(header_style="dim", box=None, pad_edge=False)
+    for column in ("kernel", "target", "use", "cut", "regs", "KiB", "a token", "slots", ""):
+        words = column in ("kernel", "target", "use", "cut", "")
+        table.add_column(column, justify="left" if words else "right", no_wrap=column != "use")
+    bad = []
+    for case, outcome, found in results:
+        row = dict(zip(COLUMNS, table_row(case, outcome, found), strict=True))
+        cut = ", ".join(row[name] for name in ("queries x tile", "warps", "stages") if row[name])
+        table.add_row(
+            *(row["kernel"], row["target"], row["use"], cut, row["registers"], row["shared"].removesuffix(" KiB")),
+            *(row["instructions a token"], row["issue slots"], "[red]✗[/]" if found else "[green]✓[/]"),
+        )
+        bad += [f"✗ {case}: {row['holds']}"] if found else []
+    console.print(table, highlight=False)
+    for line in bad:
+        console.print(Text(line, "red"))
+    console.print(
+        "[dim]Compiled, not measured. cut: queries x tokens of a tile, warps, stages. regs: registers a thread, KiB: "
+        "shared memory. a token: warp instructions for a token of KV. slots: the share of all issue slots that decode "
+        "needs when memory delivers what its data sheet says. --markdown and --json tell more.[/]",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _serve()

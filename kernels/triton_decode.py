@@ -38,7 +38,7 @@ def decode_kernel(
         key_blocks, value_blocks: `[blocks, KV_HEADS, BLOCK_SIZE, dim]` of the strides given, last stride 1.
         block_table: int32 `[rows, >= blocks of the longest row]`.
         positions: int32 `[rows, Q_LEN]`, -1 where nothing is asked.
-        sinks, slopes: float32 `[heads]`, read with `SINKS` and `ALIBI`.
+        sinks, slopes: `[heads]`, read with `SINKS` and `ALIBI`.
         scale: of the products, times log2(e); with `SOFTCAP` divided by the cap instead, `softcap` being the cap
             times log2(e).
         CHUNK: tokens of a split; 0 for the row's tokens shared out evenly.
@@ -81,13 +81,13 @@ def decode_kernel(
         q2 = load_query(pointers, in_m, KEY_1, KEY_2, KEY_DIM)
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes + head, mask=in_m, other=0.0) * LOG2_E
+        slope = tl.load(slopes + head, mask=in_m, other=0.0).to(tl.float32) * LOG2_E
 
     maximum = tl.full([M], LOWEST, tl.float32)
     mass = tl.zeros([M], tl.float32)
     if SINKS:
         if split == 0:
-            maximum = tl.load(sinks + head, mask=in_m, other=0.0) * LOG2_E
+            maximum = tl.load(sinks + head, mask=in_m, other=0.0).to(tl.float32) * LOG2_E
             mass += 1.0
     sum1 = tl.zeros([M, VALUE_1], tl.float32)
     sum2 = tl.zeros([M, VALUE_2 if VALUE_2 > 0 else 16], tl.float32)

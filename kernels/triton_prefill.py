@@ -45,12 +45,12 @@ def prefill_kernel(
         q2 = load_query(pointers, in_m, KEY_1, KEY_2, KEY_DIM)
     slope = tl.zeros([M], tl.float32)
     if ALIBI:
-        slope += tl.load(slopes + head) * LOG2_E
+        slope += tl.load(slopes + head).to(tl.float32) * LOG2_E
 
     maximum = tl.full([M], LOWEST, tl.float32)
     mass = tl.zeros([M], tl.float32)
     if SINKS:
-        maximum = tl.zeros([M], tl.float32) + tl.load(sinks + head) * LOG2_E
+        maximum = tl.zeros([M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         mass += 1.0
     sum1 = tl.zeros([M, VALUE_1], tl.float32)
     sum2 = tl.zeros([M, VALUE_2 if VALUE_2 > 0 else 16], tl.float32)

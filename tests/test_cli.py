@@ -36,11 +36,38 @@ def test_help_names_the_commands() -> None:
     assert "demo" in result.output and "bench" in result.output and "Exit codes" in result.output
 
 
-@pytest.mark.parametrize("command", ["demo", "bench"])
-def test_help_of_a_command_gives_examples(command: str) -> None:
+@pytest.mark.parametrize("command, option", [("demo", "--model"), ("bench", "--model"), ("kernels", "--target")])
+def test_help_of_a_command_gives_examples(command: str, option: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
-    assert "--model" in result.output and "Examples" in result.output
+    assert option in result.output and "Examples" in result.output
+
+
+def test_kernels_shows_what_the_compiler_made() -> None:
+    options = ["kernels", "--target", "sm_90", "--kernel", "copy"]
+    shown = runner.invoke(app, options)
+    assert shown.exit_code == 0, shown.output
+    assert "copy" in shown.output and "sm_90" in shown.output and "not measured" in shown.output
+    table = runner.invoke(app, [*options, "--markdown"])
+    assert table.output.startswith("| kernel | target |") and "| yes |" in table.output
+    result = json.loads(runner.invoke(app, [*options, "--json"]).stdout)
+    assert result["passed"] is True
+    assert result["kernels"][0]["facts"]["registers"] > 0 and result["kernels"][0]["faults"] == []
+
+
+def test_kernels_that_do_not_hold_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.kernels import static_guard
+
+    monkeypatch.setattr(static_guard, "faults", lambda case, facts: ["spills"])
+    result = runner.invoke(app, ["kernels", "--target", "sm_90", "--kernel", "copy"])
+    assert result.exit_code == 1
+    assert "✗ copy sm_90" in result.output and "spills" in result.output
+
+
+def test_kernels_refuses_a_target_it_does_not_know() -> None:
+    result = runner.invoke(app, ["kernels", "--target", "sm_70"])
+    assert result.exit_code == 2
+    assert "sm_70" in result.output and "sm_90" in result.output
 
 
 def test_version() -> None:

@@ -13,6 +13,7 @@ from rich.text import Text
 from hf_paged.bench.attention import measure_attention_layer
 from hf_paged.bench.decode import DYNAMIC, PAGED, POINTS, QUICK_POINTS, DecodePoint, DecodeResult, measure_decode
 from hf_paged.bench.harness import Machine, Ratio, Timing, describe_machine
+from hf_paged.bench.launch import measure_launches
 from hf_paged.bench.memory import LENGTHS, QUICK_LENGTHS, TARGET, MemoryResult, measure_memory
 from hf_paged.models import display_name
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
 
-PARTS = ("attention", "decode", "memory")
+PARTS = ("attention", "decode", "memory", "launch")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class SuiteResult:
     attention: tuple[AttentionResult, ...] = ()
     decode: tuple[DecodeResult, ...] = ()
     memory: MemoryResult | None = None
+    launch: Mapping[str, float | str] | None = None
+    """As `measure_launches`, or an error."""
 
     @property
     def passed(self) -> bool:
@@ -84,6 +87,7 @@ class SuiteResult:
             "attention_us": [result.as_dict() for result in self.attention],
             "decode": [result.as_dict() for result in self.decode],
             "memory": self.memory.as_dict() if self.memory else None,
+            "launch": dict(self.launch) if self.launch else None,
         }
 
 
@@ -113,6 +117,13 @@ def run_suite(
     if "memory" in options.parts:
         lengths = QUICK_LENGTHS if options.quick else LENGTHS
         memory = measure_memory(model, lengths, block_size=options.block_size, progress=progress)
+    launch: Mapping[str, float | str] | None = None
+    if "launch" in options.parts:
+        (progress or (lambda text: None))("launches of the Triton kernels")
+        try:
+            launch = measure_launches()
+        except RuntimeError as error:
+            launch = {"error": str(error)}
     return SuiteResult(
         model=display_name(model),
         dtype=str(model.dtype).removeprefix("torch."),
@@ -122,6 +133,7 @@ def run_suite(
         attention=attention,
         decode=decode,
         memory=memory,
+        launch=launch,
     )
 
 
@@ -151,6 +163,8 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         _print_decode(result.decode, console)
     if result.memory:
         _print_memory(result.memory, console)
+    if result.launch:
+        _print_launch(result.launch, console)
 
 
 def _print_attention(results: Sequence[AttentionResult], console: Console) -> None:
@@ -219,6 +233,17 @@ def _print_memory(result: MemoryResult, console: Console) -> None:
     paged, dynamic = result.paged_bytes / 1e6, result.dynamic_bytes / 1e6
     table.add_row("PagedCache, blocks in use at the peak", f"{paged:,.1f}", f"[{good}]{result.paged_overhead:.1%}[/]")
     table.add_row("DynamicCache", f"{dynamic:,.1f}", f"{result.dynamic_overhead:.1%}")
+    console.print(table, highlight=False)
+
+
+def _print_launch(result: Mapping[str, float | str], console: Console) -> None:
+    if "error" in result:
+        console.print(f"\n[dim]{escape(str(result['error']))}[/]", highlight=False)
+        return
+    table = _table("Host time of a call of the Triton kernels, us, without the driver's own part")
+    for column in ("storing a step", "decode", "decode in several pieces"):
+        table.add_column(column, justify="right")
+    table.add_row(*(f"{result[name]:.1f}" for name in ("write_us", "decode_us", "decode_split_us")))
     console.print(table, highlight=False)
 
 
