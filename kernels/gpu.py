@@ -45,7 +45,24 @@ CHUNK_ENVIRONMENT_VARIABLE = "HF_PAGED_DECODE_CHUNK"
 
 _Use = tuple[bool, bool, torch.dtype | None, torch.dtype | None]
 
-_chunk = int(os.environ.get(CHUNK_ENVIRONMENT_VARIABLE, "0"))
+
+def _checked_chunk(tokens: int, where: str) -> int:
+    if tokens < 128 or tokens & (tokens - 1):
+        raise ValueError(f"{where}: a chunk is a power of two of 128 tokens or more, not {tokens}")
+    return tokens
+
+
+def _chunk_of_environment() -> int:
+    """Tokens of a split, or 0 for a number of splits that fills the GPU."""
+    text = os.environ.get(CHUNK_ENVIRONMENT_VARIABLE, "").strip()
+    if text.isdecimal():
+        return _checked_chunk(int(text), CHUNK_ENVIRONMENT_VARIABLE)
+    if text:
+        raise ValueError(f"{CHUNK_ENVIRONMENT_VARIABLE}={text!r} is no number of tokens")
+    return 0
+
+
+_chunk = _chunk_of_environment()
 
 
 def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
@@ -74,15 +91,13 @@ def fixed_chunks(tokens: int) -> Iterator[None]:
     """Cut the sequence every `tokens` tokens in decode, instead of into as many pieces as fill the GPU.
 
     A row's result then does not depend on the other rows of the batch, to the last bit, as it does not on a CPU. The
-    environment variable `HF_PAGED_DECODE_CHUNK` sets the same for a whole process.
+    environment variable `HF_PAGED_DECODE_CHUNK` sets the same for a whole process. It holds for all threads.
 
     Raises:
         ValueError: `tokens` is no power of two of 128 or more.
     """
     global _chunk
-    if tokens < 128 or tokens & (tokens - 1):
-        raise ValueError(f"a chunk is a power of two of 128 tokens or more, not {tokens}")
-    before, _chunk = _chunk, tokens
+    before, _chunk = _chunk, _checked_chunk(tokens, "fixed_chunks")
     try:
         yield
     finally:

@@ -111,6 +111,8 @@ def _default_for(device_type: str) -> Backend | None:
     name = DEFAULTS.get(device_type)
     try:
         return None if name is None else _load(name)
+    except ValueError:  # a setting of ours that cannot be
+        raise
     except Exception as error:  # whatever a broken installation raises
         logger.warning("the %s kernels cannot be used, a slower way is taken (%s)", name, error)
         return None

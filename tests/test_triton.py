@@ -16,11 +16,11 @@ from kernel_checks import PROMPTS, Setup, assert_close, check_decode, check_pref
 from hf_paged import PagedCache, paged_attention, use_backend
 from hf_paged.kernels import reference
 from hf_paged.kernels.select import backend_for
-from hf_paged.plan import GroupPlan
+from hf_paged.plan import GroupPlan, send_together
 from hf_paged.storage import LayerStorage
 
 pytest.importorskip("triton")
-from hf_paged.kernels import gpu
+from hf_paged.kernels import gpu, triton_launch
 from hf_paged.kernels.triton_config import Config, Target, decode_config, num_splits, parts, prefill_config
 
 # Scores of nothing but -inf divide by zero in numpy, where a GPU returns the infinity that is masked.
@@ -240,6 +240,70 @@ def test_fixed_chunks_do_not_depend_on_the_batch():
 def test_a_chunk_that_cannot_be_is_refused(tokens):
     with pytest.raises(ValueError, match="power of two"), gpu.fixed_chunks(tokens):
         pass
+
+
+@pytest.mark.parametrize("text, words", [("100", "power of two"), ("0", "power of two"), ("many", "no number")])
+def test_a_chunk_of_the_environment_that_cannot_be_is_refused(monkeypatch, text, words):
+    monkeypatch.setenv("HF_PAGED_DECODE_CHUNK", text)
+    with pytest.raises(ValueError, match=words):
+        gpu._chunk_of_environment()
+    monkeypatch.setenv("HF_PAGED_DECODE_CHUNK", "512")
+    assert gpu._chunk_of_environment() == 512
+
+
+class Compiled:
+    """Stands for what Triton compiled: keeps what it is launched with."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
+class Function:
+    """Stands for a kernel with two arguments and one constant."""
+
+    arg_names = ("x", "stride", "WIDTH")
+
+    def __init__(self):
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.compiled.append((grid, arguments, options))
+            return Compiled()
+
+        return launch
+
+
+def test_what_was_compiled_is_launched_again_under_its_key(monkeypatch):
+    monkeypatch.setattr(triton_launch.knobs.runtime, "interpret", False)
+    function = Function()
+    launcher = triton_launch.Launcher(function, {"WIDTH": 64, "UNUSED": 1}, torch.device("cpu"), num_warps=2)
+    for key, stride in (("a", 16), ("a", 32), ("b", 8), ("a", 48)):
+        launcher(key, (4, 1, 1), "x", stride)
+    options = {"num_warps": 2, "enable_fp_fusion": True}
+    assert function.compiled == [((4, 1, 1), ("x", 16, 64), options), ((4, 1, 1), ("x", 8, 64), options)]
+    assert launcher._compiled["a"].launches == [((4, 1, 1), ("x", 32, 64)), ((4, 1, 1), ("x", 48, 64))]
+    assert launcher._compiled["b"].launches == []
+
+
+def test_a_launch_that_differs_in_alignment_is_another():
+    tensor = torch.zeros(64, dtype=torch.float16)
+    assert gpu._misaligned(tensor, None, tensor[8:]) == 0
+    assert gpu._misaligned(tensor, tensor[1:]) != gpu._misaligned(tensor[1:], tensor)
+
+
+def test_a_plan_is_sent_in_one_piece():
+    tensors = [
+        torch.arange(n, dtype=torch.int32).view(shape)
+        for n, shape in ((6, (2, 3)), (2, (2,)), (0, (0, 4)), (5, (5, 1)))
+    ]
+    sent = send_together(tensors, torch.device("cpu"))
+    assert all(torch.equal(one, other) for one, other in zip(sent, tensors, strict=True))
+    assert all(tensor.storage_offset() % 4 == 0 and tensor.is_contiguous() for tensor in sent)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in sent}) == 1
 
 
 @pytest.mark.parametrize(
