@@ -22,9 +22,11 @@ from hf_paged.storage import LayerStorage
 
 from .triton_config import (
     BLOCK_SIZES,
+    COMBINE_STEP,
     MAX_DECODE_QUERIES,
     Config,
     Target,
+    combine_warps,
     decode_config,
     next_power_of_2,
     num_splits,
@@ -40,7 +42,6 @@ name = "triton"
 
 LOG2_E = 1.4426950408889634
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-COMBINE_STEP = 16
 CHUNK_ENVIRONMENT_VARIABLE = "HF_PAGED_DECODE_CHUNK"
 
 _Use = tuple[bool, bool, torch.dtype | None, torch.dtype | None]
@@ -72,6 +73,9 @@ def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
         return None  # it serves it already
     if key.device.type != "cuda" and not knobs.runtime.interpret:
         return f"the Triton kernels run on GPUs, the blocks are on {key.device}"
+    target = target_of(key.device)
+    if target.is_nvidia and int(target.name[3:]) < 80:
+        return f"the Triton kernels need compute capability 8.0, {target.name} is less"
     if not query_dtype == key.dtype == value.dtype:
         return f"the Triton kernels need one dtype, got query {query_dtype}, key {key.dtype}, value {value.dtype}"
     if query_dtype not in DTYPES:
@@ -114,7 +118,7 @@ def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) ->
     strides = (*key.stride()[:3], *value.stride()[:3])
     table = plan.block_table
     native.writer(
-        (strides, _misaligned(key, value, table, plan.positions)),
+        (_kinds(strides), _misaligned(key, value, table, plan.positions)),
         (tokens, native.write_programs, 1),
         *(key, value, storage.key_blocks, storage.value_blocks, table, plan.positions, plan.positions.shape[1]),
         *strides,
@@ -160,7 +164,7 @@ def decode(
         partial = _workspace(plan, rows * q_len * heads * splits * (native.value_dim + 4))
     table, strides = plan.block_table, query.stride()[:3]
     decoder.attend[splits > 1](
-        (strides, window, _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (_kinds((*strides, window or 0)), _misaligned(out, query, table, plan.positions, sinks, slopes)),
         (programs, rows, splits),
         *(out, partial, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
         *_factors(scale, softcap),
@@ -201,7 +205,7 @@ def prefill(
     launcher, m = native.prefill_kernel(heads, use, config)
     table, strides = plan.block_table, query.stride()[:3]
     launcher(
-        (strides, window, _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (_kinds((*strides, window or 0)), _misaligned(out, query, table, plan.positions, sinks, slopes)),
         (heads, -(-q_len // m), rows),
         *(out, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
         *_factors(scale, softcap),
@@ -238,6 +242,11 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton tells apart of integers: multiples of 16, 1, others; and 64 bits."""
+    return tuple([(0 if n % 16 == 0 else 1 if n == 1 else 2) + (n >> 31) * 4 for n in numbers])
+
+
 def _misaligned(*tensors: Tensor | None) -> int:
     """0 if all addresses are multiples of 16, else something that says which are not, near enough for a key."""
     bits = 0
@@ -262,7 +271,7 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def _workspace(plan: GroupPlan, size: int) -> Tensor:
     """Float32 memory for the splits of a decode: the layers of a step run one after the other, and share it."""
-    if plan.native is None or plan.native.numel() < size:
+    if not isinstance(plan.native, Tensor) or plan.native.numel() < size:
         plan.native = torch.empty(size, dtype=torch.float32, device=plan.positions.device)
     return plan.native
 
@@ -301,7 +310,8 @@ class NativeStorage:
 
     def attention_constants(self, heads: int, use: _Use, config: Config) -> dict[str, Any]:
         softcap, window, sinks_dtype, slopes_dtype = use
-        (key_1, key_2), (value_1, value_2) = parts(self.key_dim, self.itemsize), parts(self.value_dim, self.itemsize)
+        key_1, key_2 = parts(self.key_dim, self.itemsize, self.target)
+        value_1, value_2 = parts(self.value_dim, self.itemsize, self.target)
         return {
             **self.shapes,
             **{"KEY_1": key_1, "KEY_2": key_2, "VALUE_1": value_1, "VALUE_2": value_2},
@@ -353,7 +363,8 @@ class _Decoder:
         )
         width = next_power_of_2(native.value_dim)
         constants = {"VALUE_DIM": native.value_dim, "WIDTH": width, "STEP": COMBINE_STEP}
-        self.combine = Launcher(combine_kernel, constants, native.device, num_warps=4)
+        warps = combine_warps(native.value_dim)
+        self.combine = Launcher(combine_kernel, constants, native.device, num_warps=warps)
 
 
 def _native(storage: LayerStorage) -> NativeStorage:

@@ -13,7 +13,16 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
-from .triton_config import Config, Target, decode_config, next_power_of_2, parts, prefill_config
+from .triton_config import (
+    COMBINE_STEP,
+    Config,
+    Target,
+    combine_warps,
+    decode_config,
+    next_power_of_2,
+    parts,
+    prefill_config,
+)
 
 WIDTHS = {"fp16": 2, "bf16": 2, "fp32": 4}
 
@@ -149,7 +158,8 @@ def _source(case: Case) -> tuple[Any, dict, dict, dict, dict, Config | None]:
         head = case.block_size * slot
         strides = {"BLOCK": together * case.kv_heads * head, "HEAD": head, "SLOT": slot}
         constants |= {f"{name}_{stride}": number for stride, number in strides.items()}
-        constants |= {f"{name}_DIM": width, f"{name}_1": parts(width, size)[0], f"{name}_2": parts(width, size)[1]}
+        first, second = parts(width, size, device.target)
+        constants |= {f"{name}_DIM": width, f"{name}_1": first, f"{name}_2": second}
     precision = "tf32x3" if size == 4 and device.target.is_nvidia else "ieee"
     constants |= {"BLOCK_SIZE": case.block_size, "KV_HEADS": case.kv_heads, "GROUP": case.group, "Q_LEN": case.q_len}
     constants |= {option.upper(): option in case.options for option in ("softcap", "window", "sinks", "alibi")}
@@ -174,7 +184,8 @@ def _source(case: Case) -> tuple[Any, dict, dict, dict, dict, Config | None]:
                 constants[name] = None
     elif case.kernel == "combine":
         function = triton_decode.combine_kernel
-        constants |= {"WIDTH": next_power_of_2(value_dim), "STEP": 16}
+        constants |= {"WIDTH": next_power_of_2(value_dim), "STEP": COMBINE_STEP}
+        options["num_warps"] = combine_warps(value_dim)
     elif case.kernel == "write":
         function = triton_store.write_kernel
         constants |= {"WIDTH": min(4096, next_power_of_2(case.kv_heads * dim))}

@@ -88,7 +88,9 @@ def faults(case: Case, facts: Facts) -> list[str]:
     value_dim = case.value_dim or case.key_dim
     size = WIDTHS[case.dtype]
     wide = _wide_loads(facts)
-    tile_bytes = facts.tile * size * sum((*parts(case.key_dim, size), *parts(value_dim, size)))
+    tile_bytes = (
+        facts.tile * size * sum(part for dim in (case.key_dim, value_dim) for part in parts(dim, size, device.target))
+    )
     needed = tile_bytes / (16 * (32 if nvidia else 64) * facts.warps)
     if wide < needed:
         found.append(f"{wide} loads of 16 bytes in the loop, a tile needs {needed:g}")

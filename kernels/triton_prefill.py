@@ -56,16 +56,20 @@ def prefill_kernel(
     sum2 = tl.zeros([M, VALUE_2 if VALUE_2 > 0 else 16], tl.float32)
 
     first = 0
-    border = tl.minimum(lowest, end) // TILE * TILE  # before it every query sees every token
     if WINDOW:
         first = tl.maximum(tl.minimum(lowest, end) - window + 1, 0)
-        border = first // TILE * TILE
     start = first // TILE * TILE
+    # Before the border every query sees every token, and masks can be left out, which is worth a loop of its own where
+    # they are large.
+    peel: tl.constexpr = M > 16 and not WINDOW
+    border = start
+    if peel:
+        border = tl.minimum(lowest, end) // TILE * TILE
 
     # Ids are loaded a turn ahead: one that is loaded in the turn that needs it costs the pipeline a buffer.
     table = block_table + row * table_row
     ids = load_ids(table, start, end, TILE, BLOCK_SIZE)
-    if not WINDOW:
+    if peel:
         for n in tl.range(start, border, TILE):
             next_ids = load_ids(table, n + TILE, end, TILE, BLOCK_SIZE)
             maximum, mass, sum1, sum2 = attend_tile(

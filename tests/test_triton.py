@@ -295,6 +295,17 @@ def test_a_launch_that_differs_in_alignment_is_another():
     assert gpu._misaligned(tensor, tensor[1:]) != gpu._misaligned(tensor[1:], tensor)
 
 
+def test_launches_that_triton_tells_apart_have_other_keys():
+    kinds = [gpu._kinds((n,)) for n in (16, 1, 2, 2**31, 2**31 + 1)]
+    assert len(set(kinds)) == len(kinds)
+    assert gpu._kinds((16, 48)) == gpu._kinds((32, 0)) and gpu._kinds((7,)) == gpu._kinds((9,))
+
+
+def test_an_old_gpu_goes_the_dense_way(monkeypatch):
+    monkeypatch.setattr(gpu, "target_of", lambda device: Target("sm_75", 40))
+    assert "compute capability 8.0" in gpu.unsupported(torch.float32, Setup([5]).storage)
+
+
 def test_a_plan_is_sent_in_one_piece():
     tensors = [
         torch.arange(n, dtype=torch.int32).view(shape)
@@ -308,11 +319,13 @@ def test_a_plan_is_sent_in_one_piece():
 
 @pytest.mark.parametrize(
     "dim, expected",
-    [(16, (16, 0)), (24, (16, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32)), (112, (64, 64)),
+    [(16, (16, 0)), (24, (32, 0)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32)), (112, (64, 64)),
      (128, (128, 0)), (192, (128, 64)), (256, (256, 0))],
 )  # fmt: skip
 def test_head_dims_are_cut_into_two_powers_of_two(dim, expected):
-    assert parts(dim) == expected
+    assert parts(dim, 2, Target("sm_90", 132)) == expected
+    first, second = parts(dim, 4, Target("gfx942", 304))
+    assert first + second >= dim and max(first, second) <= 128 and (second == 0 or second >= 32)
 
 
 def test_tiles_and_blocks_divide_one_another():
@@ -350,6 +363,7 @@ def test_what_it_cannot_serve_it_says(change, words):
     assert "one dtype" in gpu.unsupported(torch.bfloat16, Setup([5]).storage)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("beams", [1, 2])
 def test_generate(tiny_llama, beams):
     ids = torch.randint(1, 200, (2, 24), generator=torch.Generator().manual_seed(1))
