@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
-from hf_paged.patches.generation import cache_of, patch_generation, unpatch_generation
+from hf_paged.patches.generation import SHARES_PROMPTS, cache_of, patch_generation, unpatch_generation
 
 
 @dataclass
@@ -31,13 +31,15 @@ _STATE = "_hf_paged_enabled"
 """Attribute of an enabled model. It is kept there, not here, so that a deep copy of the model has its own."""
 
 
-def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
+def enable_paged_attention(model: torch.nn.Module, *, share_prompts: bool | None = None) -> torch.nn.Module:
     """Let a model's attention read the blocks of a `PagedCache` where they are. Enabling twice is harmless.
 
     Without a PagedCache the model behaves as with `attn_implementation="sdpa"`, training included.
 
     Args:
         model: a transformers model, or a wrapper that holds one (PEFT).
+        share_prompts: a prompt that generate() repeats, for beams or several samples, is computed once and its rows
+            share its blocks. On by default; enabling again can change it.
 
     Returns:
         The same model.
@@ -47,7 +49,10 @@ def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
         NotImplementedError: the model computes attention in its own code; the message names it.
     """
     core = _find_model(model)
+    if share_prompts is None:
+        share_prompts = vars(core).get(SHARES_PROMPTS, True)
     if _STATE in vars(core):
+        setattr(core, SHARES_PROMPTS, share_prompts)
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
     refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
@@ -72,6 +77,7 @@ def enable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
         _restore(core, state)
         raise
     setattr(core, _STATE, state)
+    setattr(core, SHARES_PROMPTS, share_prompts)
     return model
 
 
@@ -83,22 +89,25 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     """
     core = _find_model(model)
     state = vars(core).pop(_STATE, None)
+    vars(core).pop(SHARES_PROMPTS, None)
     if state is not None:
         _restore(core, state)
     return model
 
 
 @contextmanager
-def paged_attention(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def paged_attention(model: torch.nn.Module, *, share_prompts: bool | None = None) -> Iterator[torch.nn.Module]:
     """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
-    enabled before stays so."""
-    was_enabled = _STATE in vars(_find_model(model))
-    enable_paged_attention(model)
+    enabled before stays so. Arguments as for `enable_paged_attention`."""
+    before = vars(_find_model(model)).get(SHARES_PROMPTS)
+    enable_paged_attention(model, share_prompts=share_prompts)
     try:
         yield model
     finally:
-        if not was_enabled:
+        if before is None:
             disable_paged_attention(model)
+        else:
+            enable_paged_attention(model, share_prompts=before)
 
 
 def _restore(model: PreTrainedModel, state: _Enabled) -> None:

@@ -274,13 +274,23 @@ def test_another_number_of_rows_is_refused(llama: PreTrainedModel, way: str, row
 
 @every_way
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
-def test_a_filled_cache_with_several_sequences_a_row_is_refused(
+def test_a_filled_cache_with_several_sequences_a_row_is_right_or_refused(
     llama: PreTrainedModel, way: str, options: dict
 ) -> None:
+    """transformers expands the rows after the cache was filled: only an enabled model is told."""
     filled = Filled(llama, way)
-    with run_way(llama, way), pytest.raises(ValueError, match="batch_repeat_interleave"):
-        generate(llama, filled.sequences, filled.full, filled.cache, **options)
-    filled.assert_usable()
+    more = torch.cat([filled.sequences, random_prompts([4] * len(filled.sequences))[0]], 1)
+    mask = torch.cat([filled.full, torch.ones_like(more[:, -4:])], 1)
+    with run_way(llama, way):
+        if way == "plain":
+            with pytest.raises(ValueError, match="batch_repeat_interleave"):
+                generate(llama, more, mask, filled.cache, **options)
+            filled.assert_usable()
+            return
+        torch.manual_seed(3)
+        tokens = generate(llama, more, mask, filled.cache, **options)
+    torch.manual_seed(3)
+    assert torch.equal(tokens, generate_dynamic(llama, more, mask, **options))
 
 
 @every_way
