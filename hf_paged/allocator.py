@@ -7,7 +7,7 @@ copy of its own first (copy-on-write). The scheme is PagedAttention's (Kwon et a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hf_paged.errors import OutOfBlocksError
@@ -21,13 +21,15 @@ class BlockTable:
     Attributes:
         blocks: physical block ids; entry `j` holds tokens `j * block_size` and up.
         length: tokens in the sequence. Only the last block may be partly filled.
+        is_parked: nobody is using the sequence now, so its blocks may be taken when others need them.
     """
 
-    __slots__ = ("blocks", "length")
+    __slots__ = ("blocks", "is_parked", "length")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.length = 0
+        self.is_parked = False
 
     def __repr__(self) -> str:
         return f"BlockTable(length={self.length}, blocks={self.blocks})"
@@ -50,6 +52,18 @@ class Growth:
     """Per grown table: the table, its length and number of blocks before, and its last block if others shared it."""
 
 
+@dataclass(slots=True)
+class _GrowthPlan:
+    """What `grow` will do."""
+
+    growth: Growth = field(default_factory=Growth)
+    needed: int = 0
+    writers: dict[int, int] = field(default_factory=dict)
+    """Shared tail block -> tables that write into it."""
+    tables: list[tuple[int, BlockTable, int, bool]] = field(default_factory=list)
+    """Index, table, whole new blocks, whether its tail is shared."""
+
+
 class BlockAllocator:
     """Hands out the blocks of a pool and counts who holds them.
 
@@ -57,6 +71,9 @@ class BlockAllocator:
     were never used are only a watermark, and returned ones a stack, last returned first taken, so that memory which
     is already committed (and likely in a CPU's cache) is used again before new memory is touched. A table is returned
     in an order that makes the next taker's ids ascend, because ascending blocks are read faster.
+
+    A sequence that nobody uses for now can be parked: it keeps its blocks, but those that only parked sequences hold
+    are counted as free, and when they are needed `reclaim` is asked to release parked sequences.
 
     Args:
         num_blocks: blocks in the pool, at least 1.
@@ -73,21 +90,34 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.peak_used = 0
-        """The most blocks that were in use at once."""
+        """The most blocks that were in use at once when a sequence grew: so many the pool had to have."""
         self._free: list[int] = []
         self._fresh = 0  # ids from here up were never used
         self._references: list[int] = []  # of ids below _fresh
+        self._parked: dict[int, int] = {}  # block -> references from parked tables
+        self._idle = 0  # blocks that parked tables alone hold
         self._stamp = 0  # counts changes
+        self.reclaim: Callable[[BlockAllocator], bool] | None = None
+        """Releases one parked table of this allocator, or says that there is none."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken now."""
-        return len(self._free) + self.num_blocks - self._fresh
+        """Blocks that can be taken, those included that parked tables alone hold."""
+        return self._num_unheld + self._idle
 
     @property
     def num_used(self) -> int:
-        """Blocks that at least one table holds."""
-        return self._fresh - len(self._free)
+        """Blocks that at least one table holds which is not parked."""
+        return self._fresh - len(self._free) - self._idle
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that parked tables alone hold."""
+        return self._idle
+
+    @property
+    def _num_unheld(self) -> int:
+        return len(self._free) + self.num_blocks - self._fresh
 
     @property
     def high_water(self) -> int:
@@ -114,34 +144,23 @@ class BlockAllocator:
         Raises:
             OutOfBlocksError: not enough free blocks; nothing has changed.
         """
-        size, references = self.block_size, self._references
-        growth = Growth()
-        plans: list[tuple[int, BlockTable, int, bool]] = []  # index, table, whole new blocks, tail is shared
-        needed = 0
-        writers: dict[int, int] = {}  # shared tail block -> tables that write into it
-        for index, (table, count) in enumerate(zip(tables, counts, strict=True)):
-            if count < 0:
-                raise ValueError(f"cannot grow a table by {count} tokens; use truncate")
-            if count == 0:
-                continue
-            held = len(table.blocks)
-            tail = table.blocks[-1] if table.length % size else None
-            if tail is not None and references[tail] > 1:
-                writers[tail] = writers.get(tail, 0) + 1
-            else:
-                tail = None
-            new = -(-(table.length + count) // size) - held
-            needed += new
-            growth.before.append((table, table.length, held, tail))
-            if new or tail is not None:
-                plans.append((index, table, new, tail is not None))
-        for tail, count in writers.items():
-            needed += min(count, references[tail] - 1)
-        if needed > self.num_free:
-            raise OutOfBlocksError(needed, self.num_free, self.num_blocks, size)
+        plan = self._plan_growth(tables, counts)
+        if plan.needed > self.num_free:
+            raise OutOfBlocksError(plan.needed, self.num_free, self.num_blocks, self.block_size)
+        while plan.needed > self._num_unheld:
+            if self.reclaim is None or not self.reclaim(self):
+                raise RuntimeError(f"{self._idle} blocks are held by parked tables alone, but none can be released")
+            plan = self._plan_growth(tables, counts)  # a block may have lost its other holder
+        growth, references, needed, writers, plans = (
+            plan.growth,
+            self._references,
+            plan.needed,
+            plan.writers,
+            plan.tables,
+        )
 
         # From here on nothing can fail but an interrupt, which is undone by putting the old values back.
-        free, num_free, fresh, peak = self._free, len(self._free), self._fresh, self.peak_used
+        free, num_free, fresh, peak, idle = self._free, len(self._free), self._fresh, self.peak_used, self._idle
         reused = min(needed, num_free)
         taken = free[num_free - reused :][::-1] + list(range(fresh, fresh + needed - reused))
         counts_before = {tail: references[tail] for tail in writers}
@@ -158,6 +177,8 @@ class BlockAllocator:
                     entry -= 1
                     tail, copy = table.blocks[-1], next(supply)
                     references[tail] -= 1
+                    if references[tail] == self._parked.get(tail):
+                        self._idle += 1
                     table.blocks[-1] = copy
                     growth.copies.append((tail, copy))
                 for _ in range(new):
@@ -182,9 +203,34 @@ class BlockAllocator:
             if len(free) != num_free:
                 free.extend(reversed(taken[:reused]))
             del references[fresh:]
-            self._fresh, self.peak_used = fresh, peak
+            self._fresh, self.peak_used, self._idle = fresh, peak, idle
             raise
         return growth
+
+    def _plan_growth(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> _GrowthPlan:
+        size, references = self.block_size, self._references
+        plan = _GrowthPlan()
+        for index, (table, count) in enumerate(zip(tables, counts, strict=True)):
+            if count < 0:
+                raise ValueError(f"cannot grow a table by {count} tokens; use truncate")
+            if count == 0:
+                continue
+            if table.is_parked:
+                raise ValueError("a parked table cannot grow; unpark it first")
+            held = len(table.blocks)
+            tail = table.blocks[-1] if table.length % size else None
+            if tail is not None and references[tail] > 1:
+                plan.writers[tail] = plan.writers.get(tail, 0) + 1
+            else:
+                tail = None
+            new = -(-(table.length + count) // size) - held
+            plan.needed += new
+            plan.growth.before.append((table, table.length, held, tail))
+            if new or tail is not None:
+                plan.tables.append((index, table, new, tail is not None))
+        for tail, count in plan.writers.items():
+            plan.needed += min(count, references[tail] - 1)
+        return plan
 
     def undo(self, growth: Growth) -> None:
         """Take back a `grow` whose tables were not touched since.
@@ -195,25 +241,55 @@ class BlockAllocator:
         untouched = growth.stamp == self._stamp
         self._stamp += 1
         for table, length, held, tail in reversed(growth.before):
+            self.unpark(table)
             dropped = table.blocks[held:]
             del table.blocks[held:]
             if tail is not None and table.blocks[-1] != tail and untouched:
                 dropped.insert(0, table.blocks[-1])
                 table.blocks[-1] = tail
-                self._references[tail] += 1
+                self._hold((tail,))
             table.length = length
             self._drop(dropped)
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second sequence with the same tokens. It shares every block; nothing is copied until one of them writes."""
+        return self.adopt(table.blocks, table.length)
+
+    def adopt(self, blocks: Sequence[int], length: int) -> BlockTable:
+        """A new sequence of `length` tokens in blocks that others hold."""
         twin = BlockTable()
-        twin.blocks = list(table.blocks)
-        twin.length = table.length
+        twin.blocks = list(blocks)
+        twin.length = length
         self._stamp += 1
-        references = self._references
-        for block in twin.blocks:
-            references[block] += 1
+        self._hold(twin.blocks)
+        self.peak_used = max(self.peak_used, self.num_used)
         return twin
+
+    def park(self, table: BlockTable) -> None:
+        """Let others take the table's blocks when they need them. Parking twice is harmless."""
+        if table.is_parked:
+            return
+        table.is_parked = True
+        for block in table.blocks:
+            count = self._parked[block] = self._parked.get(block, 0) + 1
+            if count == self._references[block]:
+                self._idle += 1
+
+    def unpark(self, table: BlockTable) -> None:
+        """Use a parked table again."""
+        if table.is_parked:
+            self._unpark_blocks(table.blocks)
+            table.is_parked = False
+
+    def _unpark_blocks(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            count = self._parked[block]
+            if count == self._references[block]:
+                self._idle -= 1
+            if count == 1:
+                del self._parked[block]
+            else:
+                self._parked[block] = count - 1
 
     def truncate(self, table: BlockTable, length: int) -> None:
         """Keep the first `length` tokens. Blocks past them are returned, unless other tables hold them.
@@ -225,6 +301,9 @@ class BlockAllocator:
             raise ValueError(f"cannot truncate a table of {table.length} tokens to {length}")
         keep = -(-length // self.block_size)
         dropped = table.blocks[keep:]
+        if table.is_parked:
+            self._unpark_blocks(dropped)
+            table.is_parked = length > 0
         del table.blocks[keep:]
         table.length = length
         self._stamp += 1
@@ -242,6 +321,7 @@ class BlockAllocator:
                 of blocks does not fit its length. An error here is a fault in this library.
         """
         counts: dict[int, int] = {}
+        parked: dict[int, int] = {}
         for table in tables:
             if len(table.blocks) != -(-table.length // self.block_size):
                 raise AssertionError(f"{table} has {len(table.blocks)} blocks of {self.block_size}")
@@ -249,6 +329,12 @@ class BlockAllocator:
                 raise AssertionError(f"{table} names a block twice")
             for block in table.blocks:
                 counts[block] = counts.get(block, 0) + 1
+                if table.is_parked:
+                    parked[block] = parked.get(block, 0) + 1
+        if parked != self._parked:
+            raise AssertionError(f"parked references are {parked}, but counted as {self._parked}")
+        if self._idle != sum(count == counts[block] for block, count in parked.items()):
+            raise AssertionError(f"{self._idle} blocks counted as held by parked tables alone")
         free = set(self._free)
         if len(free) != len(self._free):
             raise AssertionError("a block is in the free list twice")
@@ -265,12 +351,21 @@ class BlockAllocator:
         if self.num_free + self.num_used != self.num_blocks:
             raise AssertionError(f"{self.num_free} free and {self.num_used} used of {self.num_blocks} blocks")
 
+    def _hold(self, blocks: Iterable[int]) -> None:
+        references, parked = self._references, self._parked
+        for block in blocks:
+            if parked and parked.get(block) == references[block]:
+                self._idle -= 1
+            references[block] += 1
+
     def _drop(self, blocks: list[int]) -> None:
-        references, free = self._references, self._free
+        references, free, parked = self._references, self._free, self._parked
         for block in reversed(blocks):
             count = references[block] = references[block] - 1
             if count == 0:
                 free.append(block)
+            elif parked and parked.get(block) == count:
+                self._idle += 1
 
 
 def check_block_size(block_size: int) -> None:

@@ -304,6 +304,7 @@ class PagedCache(Cache):
         self._rows = rows
         self._kinds, self._kwargs = list(kinds), list(kwargs)
         self._in_pass = False
+        self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
             PagedLayer(rows, index, group_of[index]) if index in group_of else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwarg)
@@ -490,6 +491,7 @@ class PagedCache(Cache):
             OutOfBlocksError, ValueError, RuntimeError: as `Rows.begin` and `Rows.allocate`.
         """
         mask = None if attention_mask is None else attention_mask.detach().cpu().numpy()
+        self._read_ended()
         rows = self._rows
         step = rows.step
         if (
@@ -539,15 +541,31 @@ class PagedCache(Cache):
             step.closed = True
             step.forget_masks()
 
-    def mark_finished(self, done: np.ndarray) -> None:
-        """Note that rows have ended, `[rows]` bool; once their last token is fed they store nothing more."""
+    def mark_finished(self, done: torch.Tensor) -> None:
+        """Note that rows have ended, `[rows]` bool; once their last token is fed they store nothing more, and their
+        blocks may be taken when others need them."""
         rows = self._rows
         # Without our mask function (another implementation was set meanwhile) every position must be stored.
-        if len(done) == rows.num_rows and rows.step is not None and rows.step.sees_mask:
-            rows.mark_finished(done)
+        if len(done) != rows.num_rows or rows.step is None or not rows.step.sees_mask:
+            return
+        if done.device.type == "cuda":
+            # It is read when the next step begins: generate() has waited for the device by then.
+            self._ended = torch.empty(done.shape, dtype=done.dtype, pin_memory=True).copy_(done, non_blocking=True)
+            self._ended_event = torch.cuda.Event()
+            self._ended_event.record(torch.cuda.current_stream(done.device))
+        else:
+            rows.mark_finished(done.cpu().numpy())
+
+    def _read_ended(self) -> None:
+        if self._ended is not None:
+            self._ended_event.synchronize()
+            ended, self._ended = self._ended.numpy(), None
+            if len(ended) == self._rows.num_rows:
+                self._rows.mark_finished(ended)
 
     def clear_finished(self) -> None:
         """Let every row store again."""
+        self._ended = None
         self._rows.clear_finished()
 
     def _state_layers(self) -> Iterator[Any]:

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 
 from hf_paged.allocator import BlockAllocator, BlockTable, check_block_size
+from hf_paged.parking import Parking
 from hf_paged.storage import LayerStorage
 
 logger = logging.getLogger("hf_paged")
@@ -43,7 +44,7 @@ class LayerGroup:
 class _PoolLock:
     """A lock that a thread may take again while it has it, and which knows whether anybody has it."""
 
-    def __init__(self, on_free: Callable[[], None]) -> None:
+    def __init__(self, on_free: Callable[[], object]) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._on_free = on_free
@@ -102,7 +103,9 @@ class BlockPool:
         self.storages: dict[int, LayerStorage] = {}
         self._returned: deque[list[list[BlockTable]]] = deque()
         # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.
-        self.lock = _PoolLock(_Drain(self.allocators, self._returned))
+        drain = _Drain(self.allocators, self._returned)
+        self.lock = _PoolLock(drain)
+        self.parking = Parking(drain)
         self._num_blocks = num_blocks
         self._budget = _parse_memory(max_memory)
         if num_blocks is not None:
@@ -223,6 +226,8 @@ class BlockPool:
         # Slots are counted in 32 bits by the kernels' block tables and positions.
         num_blocks = min(num_blocks, (2**31 - 1) // self.block_size)
         self.allocators.extend(BlockAllocator(num_blocks, self.block_size) for _ in self.groups)
+        for allocator in self.allocators:
+            allocator.reclaim = self.parking.reclaim
 
 
 class _Drain:
@@ -231,11 +236,14 @@ class _Drain:
     def __init__(self, allocators: list[BlockAllocator], returned: deque[list[list[BlockTable]]]) -> None:
         self._allocators, self._returned = allocators, returned
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
+        """Whether there were any."""
+        found = bool(self._returned)
         while self._returned:
             for allocator, tables in zip(self._allocators, self._returned.popleft(), strict=False):
                 for table in tables:
                     allocator.release(table)
+        return found
 
 
 def free_memory(device: torch.device) -> int:

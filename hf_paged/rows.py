@@ -70,6 +70,8 @@ class Rows:
         self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
         self._finished = np.zeros(0, bool)  # rows that store nothing more
         self._any_ended = False
+        self._parked: set[int] = set()  # finished rows whose blocks others may take
+        self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
         self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
         self._stale_arrays = False
 
@@ -110,7 +112,7 @@ class Rows:
                     "new cache"
                 )
         elif mask is None:
-            if self._has_holes:
+            if self._has_holes and not self._unmasked[:, :start].all():
                 raise ValueError(
                     "no attention_mask was passed, but rows of this cache have padding, which was never stored, or "
                     f"were released. Pass the mask of all {end} positions"
@@ -168,11 +170,15 @@ class Rows:
         created = not self.num_rows
         with pool.lock:
             tables = [[BlockTable() for _ in range(num_rows)] for _ in pool.groups] if created else self.tables
+            self._park_finished()
             counts = (step.context_lens - (0 if created else self.stored_lens)).tolist()
             growths = []
             try:
                 for allocator, group in zip(pool.allocators, tables, strict=True):
                     growths.append(allocator.grow(group, counts))
+                if self._lost:
+                    step.context_lens[list(self._lost)] = 0
+                    self._note_lost()
                 step.before = {
                     "created": created,
                     "stored_lens": self.stored_lens,
@@ -271,8 +277,9 @@ class Rows:
             row, position = (int(i) for i in np.argwhere(shown)[0])
             raise ValueError(
                 f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
-                "end) when it was fed, and so was never stored, or belongs to a row that was released. Pass the mask "
-                "that the tokens were fed with, extended for the new ones, or start from a new cache"
+                "end) when it was fed, and so was never stored, or belongs to a row that was released, or that had "
+                "ended and whose blocks others needed when the pool was full. Pass the mask that the tokens were fed "
+                "with, extended for the new ones, or start from a new cache"
             )
         return True
 
@@ -337,8 +344,46 @@ class Rows:
             self._unmasked = self._stored.copy()
         self._finishing = self._finishing | ended
 
+    def _park_finished(self) -> None:
+        """Let others take the blocks of the rows that have finished. The caller has the pool's lock."""
+        if self._any_ended:
+            for row in np.flatnonzero(self._finished).tolist():
+                if row not in self._parked:
+                    self._parked.add(row)
+                    for allocator, tables in zip(self.pool.allocators, self.tables, strict=True):
+                        allocator.park(tables[row])
+                    self.pool.parking.add(self, row)
+
+    def _unpark(self) -> None:
+        """Hold the blocks of all rows again, and note which were taken."""
+        if self._parked or self._lost:
+            with self.pool.lock:
+                for row in self._parked:
+                    self.pool.parking.remove(self, row)
+                    for allocator, tables in zip(self.pool.allocators, self.tables, strict=True):
+                        allocator.unpark(tables[row])
+                self._parked.clear()
+                self._note_lost()
+
+    def lose(self, row: int) -> None:
+        """Give the blocks of a parked row to others; any thread may do so that has the pool's lock."""
+        for allocator, tables in zip(self.pool.allocators, self.tables, strict=True):
+            allocator.release(tables[row])
+        self._lost.add(row)
+
+    def _note_lost(self) -> None:
+        if self._lost:
+            lost = list(self._lost)
+            self.stored_lens = self.stored_lens.copy()
+            self.stored_lens[lost] = 0
+            self._stored[lost, : self.length] = False
+            self._has_holes = True
+            self._stale_arrays = True
+            self._lost.clear()
+
     def clear_finished(self) -> None:
         """Let every row store again, as at the end of a generate() call."""
+        self._unpark()
         self._finishing = np.zeros(self.num_rows, bool)
         self._finished = np.zeros(self.num_rows, bool)
         self._any_ended = False
@@ -423,6 +468,7 @@ class Rows:
 
     def reset(self) -> None:
         """Give every block back and forget the rows."""
+        self._unpark()
         tables = self.tables
         self._clear()
         self._release(tables)
@@ -461,6 +507,8 @@ class Rows:
         known = self.step.dense_index if self.step is not None else {}
         if (group, device) not in known:
             size = self.pool.block_size
+            with self.pool.lock:
+                self._note_lost()
             slots = np.full((self.num_rows, self.length), -1, np.int64)
             for row, table in enumerate(self.tables[group] if self.tables else ()):
                 tokens = np.arange(table.length)
@@ -474,6 +522,7 @@ class Rows:
 
     def _end_step(self) -> None:
         self.settle()
+        self._unpark()
         self.step = None
 
     def _release(self, tables: list[list[BlockTable]]) -> None:

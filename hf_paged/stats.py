@@ -25,7 +25,8 @@ class CacheStats:
     shared_blocks: int
     """Blocks that several rows of this cache, or other caches too, hold."""
     peak_blocks: int
-    """The most blocks of the pool that were in use at once."""
+    """The most blocks of the pool that were in use at once while rows grew: a pool of so many would have done. Rows
+    that had ended are not counted, since their blocks are free for others while a generate() call goes on."""
     tokens: int
     """Real tokens over all rows of this cache, padding not counted; a token in a shared block counts for each row."""
     reserved_bytes: int
@@ -33,7 +34,7 @@ class CacheStats:
     used_bytes: int
     """Bytes of the blocks in use."""
     peak_bytes: int
-    """Bytes of the most blocks that were in use at once."""
+    """Bytes of `peak_blocks`."""
     token_bytes: int
     """Bytes of the slots that hold a token in the blocks of this cache, a shared one counted once."""
     waste: float

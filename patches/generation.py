@@ -239,8 +239,8 @@ class _FollowedCriteria(StoppingCriteriaList):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
         done = super().__call__(input_ids, scores, **kwargs)
         cache = self._cache()
-        if cache is not None and done.device.type == "cpu":  # elsewhere reading it would wait for the device
-            cache.mark_finished(done.numpy())
+        if cache is not None:
+            cache.mark_finished(done)
         return done
 
 

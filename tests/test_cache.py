@@ -8,7 +8,6 @@ import contextlib
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -915,7 +914,7 @@ def test_rows_that_finished_store_again_after_generation_also_if_a_step_is_rolle
     cache, ids = PagedCache(model.config, num_blocks=64), torch.randint(5, 90, (3, 8))
     with paged_attention(model), torch.no_grad():
         forward(model, ids[:, :5], cache)
-        cache.mark_finished(np.array([True, False, False]))
+        cache.mark_finished(torch.tensor([True, False, False]))
         forward(model, ids[:, 5:6], cache)
         forward(model, ids[:, 6:7], cache)
         assert cache.row_lengths == [6, 7, 7]

@@ -211,7 +211,7 @@ def test_finished_rows_store_their_last_token_and_nothing_after_it(model: PreTra
     assert cache.row_lengths == stored
     assert cache.stats().tokens == sum(stored)
     assert cache.stats().used_blocks == blocks_for(stored, 4) * len(cache.block_tables)
-    assert cache.stats().peak_blocks == cache.stats().used_blocks
+    assert cache.stats().peak_blocks < cache.stats().used_blocks  # rows that had ended gave way
 
 
 # Turns -----------------------------------------------------------------------------------------------------------
