@@ -180,7 +180,7 @@ def _attend(
             f"{type(module).__name__} changed its values after updating the cache, which it had not done before. The "
             "step was undone; run it again, and every layer is handed dense tensors from now on"
         )
-    layer.hands_over = intact
+    layer.hands_over = layer.rows.pool.hands_over[layer.index] = intact
 
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)

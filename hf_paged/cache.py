@@ -87,7 +87,7 @@ class PagedLayer(CacheLayerMixin):
         self.storage: LayerStorage | None = None
         self._nan: tuple[torch.Tensor, ...] = ()
         self.backend: select.Backend | None = None
-        self.hands_over: bool | None = None
+        self.hands_over = rows.pool.hands_over.get(index)
         """Whether the model passes what `update` returns unchanged to the attention function; None until seen."""
         self.record_past = False
         self._ref = weakref.ref(self)
@@ -262,7 +262,10 @@ class PagedCache(Cache):
         num_blocks: blocks in the pool.
         max_memory: instead of `num_blocks`: bytes, `"4GiB"`, or a fraction of the memory free at first use. Without
             either, half of that; see `BlockPool`.
-        pool: a pool to share with other caches of the same model. Excludes the three arguments above.
+        prefix_cache: with an enabled model, keep the full blocks of prompts and answers in the pool, so that a
+            generate() call that begins with the same tokens computes only what is new. Such a cache takes any prompt:
+            where it does not go on from what the cache holds, rows are begun anew. See `BlockPool`.
+        pool: a pool to share with other caches of the same model. Excludes the four arguments above.
 
     Raises:
         ValueError: an argument out of range.
@@ -278,6 +281,7 @@ class PagedCache(Cache):
         block_size: int | None = None,
         num_blocks: int | None = None,
         max_memory: int | float | str | None = None,
+        prefix_cache: bool | None = None,
         pool: BlockPool | None = None,
     ) -> None:
         if config is None:
@@ -286,10 +290,15 @@ class PagedCache(Cache):
             raise TypeError(f"config must be a transformers config, such as model.config, not {type(config).__name__}")
         if pool is None:
             pool = BlockPool(
-                block_size=16 if block_size is None else block_size, num_blocks=num_blocks, max_memory=max_memory
+                block_size=16 if block_size is None else block_size,
+                num_blocks=num_blocks,
+                max_memory=max_memory,
+                prefix_cache=bool(prefix_cache),
             )
-        elif any(option is not None for option in (block_size, num_blocks, max_memory)):
-            raise ValueError("block_size, num_blocks and max_memory belong to the pool; give them to BlockPool")
+        elif any(option is not None for option in (block_size, num_blocks, max_memory, prefix_cache)):
+            raise ValueError(
+                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
+            )
         kinds, kwargs = _layer_kinds(config)
         groups = _group_layers(kinds, kwargs)
         if not groups:
@@ -476,6 +485,77 @@ class PagedCache(Cache):
         from hf_paged.picture import html_map
 
         return html_map(self)
+
+    # What generate() of an enabled model calls, see hf_paged.patches.prompts ----------------------------------------
+
+    @property
+    def keeps_prompts(self) -> bool:
+        """Whether full blocks are kept for later calls; recurrent state cannot be."""
+        return self.pool.prefixes is not None and not self._rows.has_state
+
+    def goes_on(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+        """Whether a prompt begins with what the cache holds, and has more."""
+        held = self._rows.ids
+        return (
+            held is not None
+            and held.shape[0] == ids.shape[0]
+            and held.shape[1] < ids.shape[1]
+            and np.array_equal(held, ids[:, : held.shape[1]])
+            and self._rows.stores_as(mask[:, : held.shape[1]])
+        )
+
+    @property
+    def knows_its_tokens(self) -> bool:
+        """Whether what it holds came from generate() calls that were followed, or is of no use."""
+        return self._rows.ids is not None or self._rows.disposable
+
+    def adopt_prompt(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> int:
+        """Take the beginnings of prompts from the blocks that are kept; the cache must be empty.
+
+        All rows begin at the same padded position. So rows take as much as the one that has least, at its right end.
+
+        Args:
+            key: what keys and values depend on besides the tokens.
+            ids, mask: `[rows, length]`, padded on the left.
+
+        Returns:
+            Padded positions that need not be computed; one is always left.
+        """
+        pool, (num_rows, length) = self.pool, ids.shape
+        pads = length - mask.sum(axis=1)
+        if not pool.is_sized or (mask != (np.arange(length) >= pads[:, None])).any():
+            return 0
+        with pool.lock:
+            chains = [pool.prefixes.match(key, ids[row, pads[row] :].tolist()) for row in range(num_rows)]
+            begin = min(length - 1, *(int(pads[row]) + len(chains[row]) * pool.block_size for row in range(num_rows)))
+            stored = mask[:, :begin].astype(bool)
+            if not stored.any():
+                return 0
+            blocks = [
+                [[node.tables[group].blocks[0] for node in chain] for chain in chains]
+                for group in range(len(pool.groups))
+            ]
+            self._rows.adopt(stored, blocks)
+        return begin
+
+    def keep_tokens(self, key: Any, ids: np.ndarray) -> None:
+        """Keep the full blocks of all rows.
+
+        Args:
+            ids: `[rows, >= length]`: the tokens at the padded positions, or at least at the first of them.
+        """
+        rows, pool = self._rows, self.pool
+        whole = ids.shape[1] >= rows.length
+        with pool.lock:
+            for row in range(rows.num_rows):
+                tokens = rows.tokens_of(row, ids)
+                pool.prefixes.insert(key, tokens, [tables[row] for tables in rows.tables])
+        rows.ids = ids[:, : rows.length].copy() if whole else None
+        rows.disposable = not whole
+
+    def let_go(self) -> None:
+        """Note that what the rows hold is of no use to another generate() call."""
+        self._rows.disposable = True
 
     # What the attention path calls --------------------------------------------------------------------------------
 

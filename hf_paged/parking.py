@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from hf_paged.allocator import BlockAllocator
+    from hf_paged.prefix import PrefixIndex
 
 
 class Holder(Protocol):
@@ -27,6 +28,8 @@ class Parking:
     def __init__(self, drain: Callable[[], bool]) -> None:
         self._drain = drain
         self._rows: dict[tuple[int, int], weakref.ref[Holder]] = {}
+        self.prefixes: PrefixIndex | None = None
+        """Prompts that are kept, if they are."""
 
     def add(self, holder: Holder, row: int) -> None:
         self._rows[id(holder), row] = weakref.ref(holder)
@@ -35,7 +38,8 @@ class Parking:
         self._rows.pop((id(holder), row), None)
 
     def reclaim(self, allocator: BlockAllocator) -> bool:
-        """Release what was parked first; False if nothing is parked."""
+        """Release the row that was parked first, or else the kept block that was used last long ago; False if there is
+        nothing to release."""
         if self._drain():
             return True
         while self._rows:
@@ -44,4 +48,4 @@ class Parking:
             if holder is not None:
                 holder.lose(key[1])
                 return True
-        return False
+        return self.prefixes is not None and self.prefixes.evict()

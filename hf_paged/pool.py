@@ -14,6 +14,7 @@ from accelerate.utils import convert_file_size_to_int
 
 from hf_paged.allocator import BlockAllocator, BlockTable, check_block_size
 from hf_paged.parking import Parking
+from hf_paged.prefix import PrefixIndex
 from hf_paged.storage import LayerStorage
 
 logger = logging.getLogger("hf_paged")
@@ -86,13 +87,20 @@ class BlockPool:
             of the memory that is free at first use. It is divided as if all layers were as large as the first that
             stores something. Without either, half of what is free then: on a CPU the system
             commits that memory only as blocks are written; on a GPU it is taken at once.
+        prefix_cache: keep prompts after their caches are gone, so that generate() with an enabled model computes only
+            what is new. What is kept counts as free, and the least recently used gives way.
 
     Raises:
         ValueError: a size out of range, or both budgets given.
     """
 
     def __init__(
-        self, *, block_size: int = 16, num_blocks: int | None = None, max_memory: int | float | str | None = None
+        self,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        max_memory: int | float | str | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         check_block_size(block_size)
         if num_blocks is not None and max_memory is not None:
@@ -101,15 +109,30 @@ class BlockPool:
         self.groups: tuple[LayerGroup, ...] = ()
         self.allocators: list[BlockAllocator] = []
         self.storages: dict[int, LayerStorage] = {}
+        self.hands_over: dict[int, bool] = {}
+        """Whether the model passes what a layer's update returns unchanged to the attention function, once seen."""
         self._returned: deque[list[list[BlockTable]]] = deque()
         # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.
         drain = _Drain(self.allocators, self._returned)
         self.lock = _PoolLock(drain)
         self.parking = Parking(drain)
+        if prefix_cache:
+            self.parking.prefixes = PrefixIndex(self.allocators, block_size)
         self._num_blocks = num_blocks
         self._budget = _parse_memory(max_memory)
         if num_blocks is not None:
             BlockAllocator(num_blocks, block_size)  # says what is wrong with it now, not at first use
+
+    @property
+    def prefixes(self) -> PrefixIndex | None:
+        """The prompts that are kept, if they are."""
+        return self.parking.prefixes
+
+    def forget_prompts(self) -> None:
+        """Give up all prompts that are kept."""
+        if self.prefixes is not None:
+            with self.lock:
+                self.prefixes.clear()
 
     @property
     def is_sized(self) -> bool:

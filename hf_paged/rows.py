@@ -39,6 +39,8 @@ class Rows:
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
+        ids: `[num_rows, length]`, the tokens at all positions, padding included, where they are known.
+        disposable: what the rows hold is of no use for another generate() call.
     """
 
     def __init__(self, pool: BlockPool, num_layers: int, has_state: bool = False) -> None:
@@ -70,6 +72,8 @@ class Rows:
         self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
         self._finished = np.zeros(0, bool)  # rows that store nothing more
         self._any_ended = False
+        self.ids: np.ndarray | None = None
+        self.disposable = False
         self._parked: set[int] = set()  # finished rows whose blocks others may take
         self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
         self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
@@ -203,6 +207,41 @@ class Rows:
         self._record(step)
         step.block_tables = self._sync_tables(growths)
 
+    def adopt(self, stored: np.ndarray, blocks: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Begin with tokens that are in blocks already.
+
+        Args:
+            stored: `[rows, length]` bool: which padded positions they are.
+            blocks: by group and row, the blocks that hold a row's tokens, at least as many as are stored.
+        """
+        pool, (num_rows, length) = self.pool, stored.shape
+        counts = stored.sum(axis=1, dtype=np.int32)
+        with pool.lock:
+            self.tables = [
+                [
+                    allocator.adopt(row[: -(-int(count) // pool.block_size)], int(count))
+                    for row, count in zip(group, counts, strict=True)
+                ]
+                for allocator, group in zip(pool.allocators, blocks, strict=True)
+            ]
+        self.num_rows, self.length, self.lengths = num_rows, length, [length] * self.num_layers
+        self.stored_lens = counts
+        self._stored = self._unmasked = stored.copy()
+        self._has_holes = not stored.all()
+        self._finishing = self._finished = np.zeros(num_rows, bool)
+        self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in self.tables]
+        self._stale_arrays = True
+        self._num_steps = 1
+
+    def tokens_of(self, row: int, ids: np.ndarray) -> list[int]:
+        """The tokens that a row holds in the first positions, by `ids` `[rows, positions]`."""
+        end = min(self.length, ids.shape[1])
+        return ids[row, :end][self._stored[row, :end]].tolist()
+
+    def stores_as(self, mask: np.ndarray) -> bool:
+        """Whether `mask` `[num_rows, <= length]` is 1 at the positions that are stored, and 0 at the others."""
+        return np.array_equal(mask.astype(bool), self._stored[:, : mask.shape[1]])
+
     def stored_positions(self, step: StepPlan) -> np.ndarray | None:
         """`[rows, step.end]` bool: which padded positions have a token in the blocks once `step` is written; None for
         all of them."""
@@ -285,6 +324,7 @@ class Rows:
 
     def _record(self, step: StepPlan) -> None:
         start, end = step.start, step.end
+        self.ids, self.disposable = None, False
         if end > self._stored.shape[1]:
             wider = np.zeros((self.num_rows, max(end, 2 * self._stored.shape[1], 64)), bool)
             wider[:, :start] = self._stored[:, :start]
@@ -523,6 +563,7 @@ class Rows:
     def _end_step(self) -> None:
         self.settle()
         self._unpark()
+        self.ids, self.disposable = None, False
         self.step = None
 
     def _release(self, tables: list[list[BlockTable]]) -> None:
