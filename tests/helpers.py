@@ -295,9 +295,13 @@ def assert_unchanged(cache: PagedCache, before: dict[str, Any], *others: PagedCa
 
 
 def check_books(*caches: PagedCache) -> None:
-    """Assert that the books of a pool agree with the tables of `caches`, which are all that are on it."""
-    for group, allocator in enumerate(caches[0].pool.allocators):
-        allocator.check(table for cache in caches if cache._rows.tables for table in cache._rows.tables[group])
+    """Assert that the books of a pool agree with the tables of `caches`, which are all that are on it, and of the
+    prompts that it keeps."""
+    pool = caches[0].pool
+    kept = pool.prefixes.tables if pool.prefixes is not None else [[] for _ in pool.allocators]
+    for group, allocator in enumerate(pool.allocators):
+        held = (table for cache in caches if cache._rows.tables for table in cache._rows.tables[group])
+        allocator.check([*held, *kept[group]])
 
 
 def blocks_for(lengths: Sequence[int], block_size: int) -> int:
