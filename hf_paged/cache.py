@@ -630,7 +630,9 @@ class PagedCache(Cache):
             return
         if done.device.type == "cuda":
             # It is read when the next step begins: generate() has waited for the device by then.
-            self._ended = torch.empty(done.shape, dtype=done.dtype, pin_memory=True).copy_(done, non_blocking=True)
+            self._ended = torch.empty(done.shape, dtype=done.dtype, device="cpu", pin_memory=True).copy_(
+                done, non_blocking=True
+            )
             self._ended_event = torch.cuda.Event()
             self._ended_event.record(torch.cuda.current_stream(done.device))
         else:

@@ -114,7 +114,7 @@ def send_together(tensors: list[torch.Tensor], device: torch.device) -> list[tor
         starts.append(size)
         size += -(-tensor.numel() // 4) * 4
     with torch.inference_mode(False):
-        staged = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        staged = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         for start, tensor in zip(starts, tensors, strict=True):
             staged[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
         sent = staged.to(device, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from hf_paged.plan import GroupPlan
+from hf_paged.plan import GroupPlan, send_together
 from hf_paged.storage import LayerStorage
 
 from .triton_config import (
@@ -41,6 +41,8 @@ from .triton_store import copy_kernel, write_kernel
 name = "triton"
 
 LOG2_E = 1.4426950408889634
+LARGEST_INT32 = 2**31 - 1
+IS_HIP = torch.version.hip is not None
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHUNK_ENVIRONMENT_VARIABLE = "HF_PAGED_DECODE_CHUNK"
 
@@ -118,7 +120,7 @@ def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) ->
     strides = (*key.stride()[:3], *value.stride()[:3])
     table = plan.block_table
     native.writer(
-        (_kinds(strides), _misaligned(key, value, table, plan.positions)),
+        (_kinds(strides), _addresses(key, value, table, plan.positions)),
         (tokens, native.write_programs, 1),
         *(key, value, storage.key_blocks, storage.value_blocks, table, plan.positions, plan.positions.shape[1]),
         *strides,
@@ -150,21 +152,23 @@ def decode(
     out = query.new_empty((rows, q_len, heads, native.value_dim))
     if not rows * q_len:
         return out
+    chunk = _chunk  # read once: another thread may change it
     use = _use(softcap, window, sinks, slopes)
-    decoder = native.kernels.get((heads, q_len, use, _chunk, config))
+    decoder = native.kernels.get((heads, q_len, use, chunk, config))
     if decoder is None:
-        decoder = native.kernels[heads, q_len, use, _chunk, config] = _Decoder(native, heads, q_len, use, config)
+        decoder = _Decoder(native, heads, q_len, use, chunk, config)
+        native.kernels[heads, q_len, use, chunk, config] = decoder
     tile, programs = decoder.config.tile, decoder.programs
     if splits is None:
         # A window is as long as it is, and what it and its queries reach over tile borders.
         longest = plan.max_context if window is None else min(plan.max_context, window + q_len + tile)
-        splits = max(1, -(-longest // _chunk)) if _chunk else num_splits(native.target, rows, programs, longest, tile)
+        splits = max(1, -(-longest // chunk)) if chunk else num_splits(native.target, rows, programs, longest, tile)
     partial = None
     if splits > 1:
         partial = _workspace(plan, rows * q_len * heads * splits * (native.value_dim + 4))
     table, strides = plan.block_table, query.stride()[:3]
     decoder.attend[splits > 1](
-        (_kinds((*strides, window or 0)), _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (_kinds((*strides, window or 0)), _addresses(out, query, table, plan.positions, sinks, slopes, partial)),
         (programs, rows, splits),
         *(out, partial, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
         *_factors(scale, softcap),
@@ -173,7 +177,7 @@ def decode(
         table.stride(0),
     )
     if partial is not None:
-        decoder.combine(out.data_ptr() % 16, (rows * q_len * heads, 1, 1), out, partial, splits)
+        decoder.combine(_addresses(out, partial), (rows * q_len * heads, 1, 1), out, partial, splits)
     return out
 
 
@@ -205,7 +209,7 @@ def prefill(
     launcher, m = native.prefill_kernel(heads, use, config)
     table, strides = plan.block_table, query.stride()[:3]
     launcher(
-        (_kinds((*strides, window or 0)), _misaligned(out, query, table, plan.positions, sinks, slopes)),
+        (_kinds((*strides, window or 0)), _addresses(out, query, table, plan.positions, sinks, slopes)),
         (heads, -(-q_len // m), rows),
         *(out, query, storage.key_blocks, storage.value_blocks, table, plan.positions, sinks, slopes),
         *_factors(scale, softcap),
@@ -225,12 +229,12 @@ def copy_blocks(storage: LayerStorage, pairs: list[tuple[int, int]]) -> None:
     on_device = _pairs_on(storage.device, tuple(pairs))
     together = (storage.kv,) if storage.kv is not None else (storage.key_blocks, storage.value_blocks)
     for blocks, (copier, programs) in zip(together, native.copiers(together), strict=True):
-        copier(on_device.data_ptr() % 16, (len(pairs), programs, 1), blocks, on_device)
+        copier(_addresses(on_device), (len(pairs), programs, 1), blocks, on_device)
 
 
 @lru_cache(maxsize=8)  # the layers of a group copy the same blocks
 def _pairs_on(device: torch.device, pairs: tuple[tuple[int, int], ...]) -> Tensor:
-    return torch.tensor(pairs, dtype=torch.int32, device=device)
+    return send_together([torch.tensor(pairs, dtype=torch.int32, device="cpu")], device)[0]
 
 
 def _detached(tensor: Tensor | None) -> Tensor | None:
@@ -247,12 +251,17 @@ def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple([(0 if n % 16 == 0 else 1 if n == 1 else 2) + (n >> 31) * 4 for n in numbers])
 
 
-def _misaligned(*tensors: Tensor | None) -> int:
-    """0 if all addresses are multiples of 16, else something that says which are not, near enough for a key."""
+def _addresses(*tensors: Tensor | None) -> int:
+    """What Triton tells apart of tensors: addresses that are multiples of 16, and on AMD's GPUs memory of less than
+    2 GiB, whose offsets fit 32 bits. 0 for the most of both."""
     bits = 0
     for place, tensor in enumerate(tensors):
-        if tensor is not None and tensor.data_ptr() % 16:
+        if tensor is None:
+            continue
+        if tensor.data_ptr() % 16:
             bits |= 1 << place
+        if IS_HIP and tensor.untyped_storage().size() > LARGEST_INT32:
+            bits |= 1 << (place + len(tensors))
     return bits
 
 
@@ -351,12 +360,14 @@ class _Decoder:
 
     __slots__ = ("attend", "combine", "config", "programs")
 
-    def __init__(self, native: NativeStorage, heads: int, q_len: int, use: _Use, config: Config | None) -> None:
+    def __init__(
+        self, native: NativeStorage, heads: int, q_len: int, use: _Use, chunk: int, config: Config | None
+    ) -> None:
         queries = heads // native.kv_heads * q_len
         dims = native.key_dim, native.value_dim
         self.config = config = config or decode_config(native.target, *dims, native.itemsize, queries)
         self.programs = native.kv_heads * -(-queries // config.m)
-        constants = {**native.attention_constants(heads, use, config), "Q_LEN": q_len, "CHUNK": _chunk}
+        constants = {**native.attention_constants(heads, use, config), "Q_LEN": q_len, "CHUNK": chunk}
         options = {"num_warps": config.warps, "num_stages": config.stages}
         self.attend = tuple(
             Launcher(decode_kernel, {**constants, "SPLIT": split}, native.device, **options) for split in (False, True)

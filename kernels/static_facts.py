@@ -101,8 +101,8 @@ class Facts:
     loop: int = 0
     """Instructions."""
     matrix: dict[str, int] = field(default_factory=dict)
-    loads: dict[str, int] = field(default_factory=dict)
-    """Loads from global memory in the loop, asynchronous copies to shared memory among them, by opcode and width."""
+    loads: list[dict[str, int]] = field(default_factory=list)
+    """Of each loop over tokens: loads from global memory, asynchronous copies to shared memory too, by opcode."""
     per_token: float = 0.0
     """Warp instructions of a block for a token of KV."""
     issue_share: float = 0.0
@@ -156,8 +156,8 @@ def _source(case: Case) -> tuple[Any, dict, dict, dict, dict, Config | None]:
     for name, width in (("KEY", case.key_dim), ("VALUE", value_dim)):
         slot = width + case.skew
         head = case.block_size * slot
-        strides = {"BLOCK": together * case.kv_heads * head, "HEAD": head, "SLOT": slot}
-        constants |= {f"{name}_{stride}": number for stride, number in strides.items()}
+        in_blocks = {"BLOCK": together * case.kv_heads * head, "HEAD": head, "SLOT": slot}
+        constants |= {f"{name}_{stride}": number for stride, number in in_blocks.items()}
         first, second = parts(width, size, device.target)
         constants |= {f"{name}_DIM": width, f"{name}_1": first, f"{name}_2": second}
     precision = "tf32x3" if size == 4 and device.target.is_nvidia else "ieee"
@@ -193,6 +193,14 @@ def _source(case: Case) -> tuple[Any, dict, dict, dict, dict, Config | None]:
         function = triton_store.copy_kernel
         block = 2 * case.kv_heads * case.block_size * case.key_dim
         constants |= {"STRIDE": block, "SIZE": block, "WIDTH": min(4096, next_power_of_2(block))}
+    # As a projection gives them: `[rows, tokens, heads, dim]`, seen as `[rows, heads, tokens, dim]`.
+    strides = {}
+    for name, heads, width in (
+        ("query", case.kv_heads * case.group, case.key_dim),
+        ("key", case.kv_heads, case.key_dim),
+        ("value", case.kv_heads, value_dim),
+    ):
+        strides |= {f"{name}_row": heads * width, f"{name}_head": width, f"{name}_token": heads * width}
     signature, values, attributes = {}, {}, {}
     plain = {parameter.num for parameter in function.params if parameter.do_not_specialize}
     for index, name in enumerate(function.arg_names):
@@ -201,8 +209,11 @@ def _source(case: Case) -> tuple[Any, dict, dict, dict, dict, Config | None]:
             values[index,] = constants[name]
             continue
         signature[name] = types.get(name, "i32")
-        is_stride = name not in types and name != "window"
-        if signature[name].startswith("*") or (is_stride and index not in plain):
+        if signature[name].startswith("*"):
+            attributes[index,] = [["tt.divisibility", 16]]
+            if not device.target.is_nvidia and name not in ("key_blocks", "value_blocks", "blocks"):
+                attributes[index,].append(["tt.pointer_range", 32])  # a pool has more than 2 GiB, the others have not
+        elif index not in plain and strides.get(name, 1) % 16 == 0:
             attributes[index,] = [["tt.divisibility", 16]]
     return function, signature, values, attributes, options, config
 
@@ -230,7 +241,11 @@ def _read_nvidia(facts: Facts, cubin: bytes, ttgir: str) -> None:
     if any(opcode.startswith(("LDL", "STL")) for _, opcode, _ in lines):
         facts.spilled = max(facts.spilled, 1)
     bodies = []
+    # What comes after the end are places where the hardware waits; their branches back are no loops.
+    end = max((place for place, opcode, _ in lines if opcode == "EXIT"), default=0)
     for place, opcode, rest in lines:
+        if place > end:
+            break
         target = re.search(r"0x([0-9a-f]+)", rest)
         if opcode.startswith("BRA") and target and int(target[1], 16) < place:
             bodies.append([x for x in lines if int(target[1], 16) <= x[0] <= place])
@@ -260,7 +275,8 @@ def _read_amd(facts: Facts, assembly: str, ttgir: str) -> None:
 
 
 def _read_loop(facts: Facts, bodies: list[list], matrix: tuple[str, ...], loads: tuple[str, ...]) -> None:
-    """Of the loops that multiply matrices, the one with the fewest instructions: it is the one over whole tiles."""
+    """Of the loops that multiply matrices, figures of the one with the fewest instructions, which is the one over whole
+    tiles, and the widths of loads of all."""
     bodies = [body for body in bodies if any(opcode.startswith(matrix) for _, opcode, _ in body)]
     if not bodies:
         return
@@ -270,8 +286,12 @@ def _read_loop(facts: Facts, bodies: list[list], matrix: tuple[str, ...], loads:
         if opcode.startswith(matrix):
             kind = opcode.split(".")[0] if opcode[0].isupper() else opcode
             facts.matrix[kind] = facts.matrix.get(kind, 0) + 1
-        elif opcode.split(".")[0] in loads or opcode.startswith(("global_load", "buffer_load")):
-            facts.loads[opcode] = facts.loads.get(opcode, 0) + 1
+    for body in bodies:
+        found: dict[str, int] = {}
+        for _, opcode, _ in body:
+            if opcode.split(".")[0] in loads or opcode.startswith(("global_load", "buffer_load")):
+                found[opcode] = found.get(opcode, 0) + 1
+        facts.loads.append(found)
 
 
 def _buffers(ttgir: str) -> int:

@@ -87,17 +87,18 @@ def faults(case: Case, facts: Facts) -> list[str]:
         found.append("no matrix instructions")
     value_dim = case.value_dim or case.key_dim
     size = WIDTHS[case.dtype]
-    wide = _wide_loads(facts)
+    wide = min((_wide_loads(loop) for loop in facts.loads), default=0)
+    opcodes = {opcode for loop in facts.loads for opcode in loop}
     tile_bytes = (
         facts.tile * size * sum(part for dim in (case.key_dim, value_dim) for part in parts(dim, size, device.target))
     )
     needed = tile_bytes / (16 * (32 if nvidia else 64) * facts.warps)
     if wide < needed:
         found.append(f"{wide} loads of 16 bytes in the loop, a tile needs {needed:g}")
-    if narrow := [opcode for opcode in facts.loads if opcode.startswith("LDGSTS") and not opcode.endswith("128")]:
+    if narrow := [opcode for opcode in opcodes if opcode.startswith("LDGSTS") and not opcode.endswith("128")]:
         found.append(f"asynchronous copies of less than 16 bytes: {', '.join(narrow)}")
     if nvidia and max(case.key_dim, value_dim) <= 128:
-        if plain := [opcode for opcode in facts.loads if opcode.startswith("LDG.") and opcode.endswith("128")]:
+        if plain := [opcode for opcode in opcodes if opcode.startswith("LDG.") and opcode.endswith("128")]:
             found.append(f"keys or values loaded past the asynchronous copies: {', '.join(plain)}")
         if facts.buffers < 2:
             found.append(f"{facts.buffers} buffer of keys and values")
@@ -113,9 +114,9 @@ def faults(case: Case, facts: Facts) -> list[str]:
     return found
 
 
-def _wide_loads(facts: Facts) -> int:
-    """Loads of 16 bytes a thread in the loop."""
-    return sum(count for opcode, count in facts.loads.items() if opcode.endswith(("128", "x4")))
+def _wide_loads(loop: dict[str, int]) -> int:
+    """Loads of 16 bytes a thread in a loop."""
+    return sum(count for opcode, count in loop.items() if opcode.endswith(("128", "x4")))
 
 
 # Running ----------------------------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def source_hash() -> str:
 
     digest = hashlib.sha256(triton.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        if path.name.startswith("triton_") or path.name == "static_facts.py":
+        if path.name.startswith("triton_") or path.name in ("gpu.py", "static_facts.py"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -271,7 +272,7 @@ def table_row(case: Case, outcome: Facts | str, found: list[str]) -> tuple[str, 
         model = (f"{outcome.per_token:.1f}", f"{outcome.issue_share:.2f}")
     return (
         *(case.kernel, case.target, use, f"{outcome.m} x {outcome.tile}", f"{outcome.warps}", f"{outcome.stages}"),
-        *(f"{outcome.buffers}", f"{outcome.registers}", size, f"{_wide_loads(outcome)}"),
+        *(f"{outcome.buffers}", f"{outcome.registers}", size, f"{min(map(_wide_loads, outcome.loads))}"),
         *(" ".join(f"{count} {name}" for name, count in outcome.matrix.items()), *model, holds),
     )
 

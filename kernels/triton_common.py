@@ -10,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Below every score. Not -inf, whose difference with itself is NaN: so a query that sees nothing needs no care.
-LOWEST = tl.constexpr(-1.0e30)
+# Below every score that is finite. Not -inf, whose difference with itself is NaN: so a query that sees nothing needs no
+# care.
+LOWEST = tl.constexpr(-3.0e38)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -40,9 +41,9 @@ def tile_offsets(
     """
     slot = tl.arange(0, TILE)
     if BLOCK_SIZE >= TILE:
-        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head * STRIDE_HEAD + (n % BLOCK_SIZE) * STRIDE_SLOT
+        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head.to(tl.int64) * STRIDE_HEAD + (n % BLOCK_SIZE) * STRIDE_SLOT
     else:
-        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head * STRIDE_HEAD
+        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head.to(tl.int64) * STRIDE_HEAD
         slot = slot % BLOCK_SIZE  # tiles begin at block borders
     return base + slot * STRIDE_SLOT
 

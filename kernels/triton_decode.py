@@ -74,7 +74,7 @@ def decode_kernel(
         start += split * share
         stop = tl.minimum(start + share, end)
 
-    pointers = query + row.to(tl.int64) * query_row + head * query_head + token * query_token
+    pointers = query + row.to(tl.int64) * query_row + head.to(tl.int64) * query_head + token.to(tl.int64) * query_token
     q1 = load_query(pointers, in_m, 0, KEY_1, KEY_DIM)
     q2 = q1
     if KEY_2 > 0:
@@ -87,7 +87,8 @@ def decode_kernel(
     mass = tl.zeros([M], tl.float32)
     if SINKS:
         if split == 0:
-            maximum = tl.load(sinks + head, mask=in_m, other=0.0).to(tl.float32) * LOG2_E
+            sink = tl.load(sinks + head, mask=in_m, other=0.0).to(tl.float32) * LOG2_E
+            maximum = tl.maximum(sink, LOWEST)
             mass += 1.0
     sum1 = tl.zeros([M, VALUE_1], tl.float32)
     sum2 = tl.zeros([M, VALUE_2 if VALUE_2 > 0 else 16], tl.float32)

@@ -38,7 +38,7 @@ def prefill_kernel(
     end = tl.max(position, 0) + 1
     lowest = tl.min(tl.where(position >= 0, position, 2147483647), 0)
 
-    pointers = query + row.to(tl.int64) * query_row + head * query_head + m.to(tl.int64) * query_token
+    pointers = query + row.to(tl.int64) * query_row + head.to(tl.int64) * query_head + m.to(tl.int64) * query_token
     q1 = load_query(pointers, in_m, 0, KEY_1, KEY_DIM)
     q2 = q1
     if KEY_2 > 0:
@@ -50,7 +50,7 @@ def prefill_kernel(
     maximum = tl.full([M], LOWEST, tl.float32)
     mass = tl.zeros([M], tl.float32)
     if SINKS:
-        maximum = tl.zeros([M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        maximum = tl.zeros([M], tl.float32) + tl.maximum(tl.load(sinks + head).to(tl.float32) * LOG2_E, LOWEST)
         mass += 1.0
     sum1 = tl.zeros([M, VALUE_1], tl.float32)
     sum2 = tl.zeros([M, VALUE_2 if VALUE_2 > 0 else 16], tl.float32)

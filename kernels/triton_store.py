@@ -32,14 +32,14 @@ def write_kernel(
         slot = position % BLOCK_SIZE
         element = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
 
-        head = element // KEY_DIM
+        head = (element // KEY_DIM).to(tl.int64)
         d = element % KEY_DIM
         source = key + row.to(tl.int64) * key_row + token.to(tl.int64) * key_token + head * key_head + d
         target = key_blocks + block * KEY_BLOCK + slot * KEY_SLOT + head * KEY_HEAD + d
         inside = element < KV_HEADS * KEY_DIM
         tl.store(target, tl.load(source, mask=inside), mask=inside)
 
-        head = element // VALUE_DIM
+        head = (element // VALUE_DIM).to(tl.int64)
         d = element % VALUE_DIM
         source = value + row.to(tl.int64) * value_row + token.to(tl.int64) * value_token + head * value_head + d
         target = value_blocks + block * VALUE_BLOCK + slot * VALUE_SLOT + head * VALUE_HEAD + d

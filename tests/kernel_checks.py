@@ -117,6 +117,10 @@ PROMPTS = {
     "past": ([60, 140], [list(range(20, 60)), list(range(100, 140))]),
     "past in some rows, with holes": ([60, 38], [list(range(20, 60)), [0, -1, *range(1, 20), -1, *range(20, 38)]]),
     "few behind a past": ([60, 3, 0, 290], [range(55, 60), [-1, -1, 0, 1, 2], [-1] * 5, [-1, 286, 287, 288, 289]]),
+    "pads among many behind a past": (
+        [90, 75],
+        [[*range(60, 75), -1, -1, *range(75, 90)], [-1] * 17 + [*range(60, 75)]],
+    ),
     "many behind a past": ([1300], [list(range(100, 1300))]),
 }
 
@@ -142,6 +146,8 @@ def check_prefill(backend, setup, positions, options, cut=None):
         value[row, :, real] = setup.value[row, :, positions[row, real]]
         key[row, :, ~real] = value[row, :, ~real] = math.nan
     query = setup.random(rows, setup.heads, q_len, setup.key_dim)
+    for row in range(rows):
+        query[row, :, positions[row] < 0] = math.nan
     plan = setup.plan(positions)
     backend.write(setup.storage, key, value, plan)
     out = backend.prefill(query, key, value, setup.storage, plan, scale=0.1, **options, **(cut or {}))

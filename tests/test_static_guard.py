@@ -77,6 +77,14 @@ def test_the_pipeline_and_the_products_are_what_they_are_said_to_be():
     assert "HGMMA" in prefill.matrix and prefill.spilled == 0
 
 
+def test_places_where_the_hardware_waits_are_no_loops():
+    """Their branches lead back into the loop, from behind the end of the kernel, and make it look short."""
+    (facts,) = run([Case("prefill", "sm_100", key_dim=64, group=8, options=("sinks", "window"))])
+    assert len(facts.loads) == 1 and facts.loop > 800
+    two_loops, one_loop = run([Case("prefill", "sm_90"), Case("decode", "sm_90")])
+    assert len(two_loops.loads) == 2 and len(one_loop.loads) == 1
+
+
 def test_what_was_compiled_is_kept(monkeypatch):
     case = Case("copy", "sm_90")
     before = run([case])

@@ -105,6 +105,7 @@ PREFILLS = {
     "dtype": DTYPES,
     "block_size": [16, 64],
     "tile": [16, 32],
+    "m": [16, 32, 64],
     "options": ["", "window", "softcap sinks", "alibi_slopes", "window softcap sinks alibi_slopes"],
     "heads": [(6, 2), (6, 6)],
 }
@@ -115,7 +116,7 @@ def test_prefill(case):
     lengths, positions = PROMPTS[case["prompt"]]
     positions = torch.tensor([list(row) for row in positions])
     setup = Setup(lengths, *case["heads"], *case["dims"], case["block_size"], case["dtype"])
-    cut = {"config": Config(16, case["tile"], 4, 2)}
+    cut = {"config": Config(case["m"], case["tile"], 4, 2)}
     check_prefill(gpu, setup, positions, prompt_options(case["options"]), cut)
 
 
@@ -236,6 +237,65 @@ def test_fixed_chunks_do_not_depend_on_the_batch():
     assert not torch.equal(decode([0])[0], together[0])  # otherwise cut, another order of additions
 
 
+@pytest.mark.parametrize("q_len", [1, 5])
+@pytest.mark.parametrize("window", [100, 300])
+def test_fixed_chunks_under_a_window(q_len, window):
+    setup = Setup([700, 20, 333], heads=8).fill(gpu)
+    query = setup.random(3, 8, q_len, 64)
+    positions = torch.stack([torch.arange(length - q_len, length) for length in setup.lengths])
+    with gpu.fixed_chunks(128):
+        out = gpu.decode(query, setup.storage, setup.plan(positions), scale=0.1, window=window)
+    for row in range(3):
+        expected = setup.expected(row, query[row], positions[row], 0.1, window=window)
+        assert_close(out[row], expected, rounds_weights=True)
+
+
+def test_a_chunk_that_another_thread_changes_meanwhile(monkeypatch):
+    """What is compiled for one chunk is not kept for another."""
+    setup = Setup([600], heads=8).fill(gpu)
+    query = setup.random(1, 8, 1, 64)
+    make = gpu._Decoder
+
+    def make_and_leave(*args):
+        monkeypatch.setattr(gpu, "_chunk", 0)
+        return make(*args)
+
+    monkeypatch.setattr(gpu, "_Decoder", make_and_leave)
+    monkeypatch.setattr(gpu, "_chunk", 128)
+    for _ in range(2):
+        out = gpu.decode(query, setup.storage, setup.decode_plan(), scale=0.1)
+        assert_close(out[0], setup.expected(0, query[0], [599], 0.1), rounds_weights=True)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_sink_of_minus_infinity_takes_nothing(window):
+    options = {"sinks": torch.tensor([-math.inf, 0.0, -math.inf, 1.0, 2.0, -math.inf]), "window": window}
+    positions = torch.arange(40)[None]
+    check_prefill(gpu, Setup([40], heads=6), positions, options, {"config": Config(16, 16, 4, 2)})
+    check_decode(gpu, Setup([60], heads=6).fill(gpu), {"splits": 3}, **options)
+
+
+def test_heads_that_lie_more_than_two_to_the_31_elements_apart():
+    """Heads before tokens, as `torch.cat` over parts of a head dim leaves them, in a long prompt."""
+    heads, tokens, dim, apart = 3, 20, 16, 2**30 + 16
+    memory = torch.empty(2 * apart + tokens * dim, dtype=torch.float16)  # committed where it is touched
+    far = torch.as_strided(memory, (1, heads, tokens, dim), (0, apart, dim, 1))
+    setup = Setup([tokens], heads=heads, kv_heads=heads, key_dim=dim, dtype=torch.float16)
+    positions = torch.arange(tokens)[None]
+    far.copy_(setup.key)
+    gpu.write(setup.storage, far, far, setup.plan(positions))
+    assert torch.equal(reference.gather(setup.storage, setup.table[0], tokens)[1], setup.key[0])
+    setup.fill(gpu)
+    query = setup.random(1, heads, tokens, dim)
+    far.copy_(query)
+    for out in (
+        gpu.prefill(far, None, None, setup.storage, setup.plan(positions), scale=0.1, config=Config(16, 16, 4, 2)),
+        gpu.decode(far[:, :, :9], setup.storage, setup.plan(positions[:, :9].contiguous(), [9]), scale=0.1),
+    ):
+        expected = setup.expected(0, query[0, :, : out.shape[1]], positions[0, : out.shape[1]], 0.1)
+        assert_close(out[0], expected, rounds_weights=True)
+
+
 @pytest.mark.parametrize("tokens", [0, 64, 200])
 def test_a_chunk_that_cannot_be_is_refused(tokens):
     with pytest.raises(ValueError, match="power of two"), gpu.fixed_chunks(tokens):
@@ -299,6 +359,49 @@ def test_launches_that_triton_tells_apart_have_other_keys():
     kinds = [gpu._kinds((n,)) for n in (16, 1, 2, 2**31, 2**31 + 1)]
     assert len(set(kinds)) == len(kinds)
     assert gpu._kinds((16, 48)) == gpu._kinds((32, 0)) and gpu._kinds((7,)) == gpu._kinds((9,))
+
+
+@pytest.mark.parametrize("on_hip", [False, True])
+def test_launches_of_one_key_are_one_to_triton(monkeypatch, on_hip):
+    """By what Triton itself would tell apart, of launches that differ in strides, addresses and sizes of memory."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    backend = HIPBackend if on_hip else CUDABackend
+    exempt = {"q_len", "table_row", "splits"}  # as the kernels' decorators say
+    monkeypatch.setattr(gpu, "IS_HIP", on_hip)
+    launches = {}
+
+    def record(launcher, key, grid, *arguments):
+        function = launcher._function
+        told = tuple(
+            native_specialize_impl(backend, value, False, name not in exempt, True)
+            for name, value in zip(function.arg_names, arguments, strict=False)
+        )
+        launches.setdefault((id(launcher), key), set()).add(told)
+
+    monkeypatch.setattr(triton_launch.Launcher, "__call__", record)
+    setup = Setup([40, 33], heads=8, dtype=torch.float16)
+    positions = torch.stack([torch.arange(n - 20, n) for n in setup.lengths])
+    memory = torch.empty(2**30 + 2**20, dtype=torch.float16)  # over 2 GiB, committed where it is touched
+    small = torch.empty(2**20, dtype=torch.float16)
+    for pool, start, (row, head, token) in itertools.product(
+        (small, memory), (0, 8, 3), ((20 * 512, 64, 512), (10240, 1280, 64), (10250, 1281, 64), (10240, 72, 576))
+    ):
+
+        def shaped(rows, heads, tokens, pool=pool, start=start, strides=(row, head, token)):
+            return torch.as_strided(pool, (rows, heads, tokens, 64), (*strides, 1), start)
+
+        gpu.write(setup.storage, shaped(2, 2, 20), shaped(2, 2, 20), setup.plan(positions))
+        for window, sinks in ((None, None), (16, None), (1, torch.zeros(8)), (7, torch.zeros(9)[1:])):
+            options = {"scale": 0.1, "window": window, "sinks": sinks}
+            gpu.prefill(shaped(2, 8, 20), None, None, setup.storage, setup.plan(positions), **options)
+            for splits in (1, 3):
+                plan = setup.plan(positions[:, -1:].contiguous())
+                gpu.decode(shaped(2, 8, 1), setup.storage, plan, splits=splits, **options)
+    assert len(launches) > 40
+    assert all(len(told) == 1 for told in launches.values())
 
 
 def test_an_old_gpu_goes_the_dense_way(monkeypatch):
