@@ -41,6 +41,7 @@ class Part(StrEnum):
     attention = "attention"
     decode = "decode"
     memory = "memory"
+    beams = "beams"
     launch = "launch"
 
 
@@ -145,10 +146,10 @@ def bench(
 ) -> None:
     """Measure speed and memory against transformers' DynamicCache.
 
-    Four parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
-    **memory**, the bytes that a batch of unequal prompts takes; **launch**, what calling the GPU kernels costs the
-    host, which needs no GPU. Both sides run in turn in one process, and their
-    ratio is taken round by round. Leave the machine alone meanwhile: other work shows in the spread.
+    Five parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
+    **memory**, the bytes that a batch of unequal prompts takes; **beams**, a whole beam search; **launch**, what
+    calling the GPU kernels costs the host, which needs no GPU. Both sides run in turn in one process, and their ratio
+    is taken round by round. Leave the machine alone meanwhile: other work shows in the spread.
     """
     with _errors(), _progress() as progress:
         _check_block_size(block_size)

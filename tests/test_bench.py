@@ -154,3 +154,15 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     text = console.export_text()
     for expected in ("One attention layer", "One decode step", "Memory of", "2 x 32"):
         assert expected in text
+
+
+def test_a_beam_search_is_compared_as_a_whole(tiny_llama):
+    from hf_paged.bench.beams import measure_beams
+
+    result = measure_beams(tiny_llama, prompts=2, beams=3, length=80, new_tokens=6, rounds=1)
+    assert result.agrees
+    # Six rows of 80 + 5 tokens, two layers, keys and values of two heads of 16 floats; blocks of two prompts and what
+    # the beams grew by.
+    assert result.dynamic_bytes == 6 * 85 * 2 * 2 * 2 * 16 * 4
+    assert 2 * 80 / (6 * 85) < result.memory_share < 0.7
+    assert result.as_dict()["times_faster"]["paged"]["median"] > 0

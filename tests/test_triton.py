@@ -351,8 +351,8 @@ def test_what_was_compiled_is_launched_again_under_its_key(monkeypatch):
 
 def test_a_launch_that_differs_in_alignment_is_another():
     tensor = torch.zeros(64, dtype=torch.float16)
-    assert gpu._misaligned(tensor, None, tensor[8:]) == 0
-    assert gpu._misaligned(tensor, tensor[1:]) != gpu._misaligned(tensor[1:], tensor)
+    assert gpu._addresses(tensor, None, tensor[8:]) == 0
+    assert gpu._addresses(tensor, tensor[1:]) != gpu._addresses(tensor[1:], tensor)
 
 
 def test_launches_that_triton_tells_apart_have_other_keys():

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_paged.bench.attention import measure_attention_layer
+from hf_paged.bench.beams import BeamResult, measure_beams
 from hf_paged.bench.decode import DYNAMIC, PAGED, POINTS, QUICK_POINTS, DecodePoint, DecodeResult, measure_decode
 from hf_paged.bench.harness import Machine, Ratio, Timing, describe_machine
 from hf_paged.bench.launch import measure_launches
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel
 
-PARTS = ("attention", "decode", "memory", "launch")
+PARTS = ("attention", "decode", "memory", "beams", "launch")
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class SuiteResult:
     attention: tuple[AttentionResult, ...] = ()
     decode: tuple[DecodeResult, ...] = ()
     memory: MemoryResult | None = None
+    beams: BeamResult | None = None
     launch: Mapping[str, float | str] | None = None
     """As `measure_launches`, or an error."""
 
     @property
     def passed(self) -> bool:
         """Whether both sides computed the same wherever they were compared."""
-        return all(result.agrees for result in self.decode)
+        return all(result.agrees for result in self.decode) and (self.beams is None or self.beams.agrees)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -87,6 +89,7 @@ class SuiteResult:
             "attention_us": [result.as_dict() for result in self.attention],
             "decode": [result.as_dict() for result in self.decode],
             "memory": self.memory.as_dict() if self.memory else None,
+            "beams": self.beams.as_dict() if self.beams else None,
             "launch": dict(self.launch) if self.launch else None,
         }
 
@@ -117,6 +120,10 @@ def run_suite(
     if "memory" in options.parts:
         lengths = QUICK_LENGTHS if options.quick else LENGTHS
         memory = measure_memory(model, lengths, block_size=options.block_size, progress=progress)
+    beams = None
+    if "beams" in options.parts:
+        sizes = {"prompts": 2, "beams": 3, "length": 256, "new_tokens": 8, "rounds": 2} if options.quick else {}
+        beams = measure_beams(model, block_size=options.block_size, progress=progress, **sizes)
     launch: Mapping[str, float | str] | None = None
     if "launch" in options.parts:
         (progress or (lambda text: None))("launches of the Triton kernels")
@@ -133,6 +140,7 @@ def run_suite(
         attention=attention,
         decode=decode,
         memory=memory,
+        beams=beams,
         launch=launch,
     )
 
@@ -163,6 +171,8 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         _print_decode(result.decode, console)
     if result.memory:
         _print_memory(result.memory, console)
+    if result.beams:
+        _print_beams(result.beams, console)
     if result.launch:
         _print_launch(result.launch, console)
 
@@ -234,6 +244,23 @@ def _print_memory(result: MemoryResult, console: Console) -> None:
     table.add_row("PagedCache, blocks in use at the peak", f"{paged:,.1f}", f"[{good}]{result.paged_overhead:.1%}[/]")
     table.add_row("DynamicCache", f"{dynamic:,.1f}", f"{result.dynamic_overhead:.1%}")
     console.print(table, highlight=False)
+
+
+def _print_beams(result: BeamResult, console: Console) -> None:
+    table = _table(
+        f"Beam search: {result.prompts} prompts of {result.length:,} tokens, {result.beams} beams, "
+        f"{result.new_tokens} new tokens"
+    )
+    for column in ("", "generate(), s", "KV at the peak, MB"):
+        table.add_column(column, justify="left" if not column else "right")
+    timings = result.comparison.timings
+    table.add_row("DynamicCache", f"{timings[DYNAMIC].median:.1f}", f"{result.dynamic_bytes / 1e6:,.0f}")
+    ratio = _times(result.comparison.ratio(PAGED))
+    paged = f"{result.paged_bytes / 1e6:,.0f} ({result.memory_share:.2f} of it)"
+    table.add_row("PagedCache", f"{timings[PAGED].median:.1f}, {ratio} times as fast", paged)
+    console.print(table, highlight=False)
+    if not result.agrees:
+        console.print("[red]✗ the tokens of both differ[/]")
 
 
 def _print_launch(result: Mapping[str, float | str], console: Console) -> None:
