@@ -504,6 +504,22 @@ class PagedCache(Cache):
             and self._rows.stores_as(mask[:, : held.shape[1]])
         )
 
+    def first_difference(self, ids: np.ndarray) -> tuple[int, int] | None:
+        """The first `(row, position)` at which a prompt `[rows, length]` has another token than is stored, as far as it
+        is known what is stored."""
+        held = self._rows.ids
+        if held is None or held.shape[0] != ids.shape[0]:
+            return None
+        length = min(held.shape[1], ids.shape[1])
+        other = (held[:, :length] != ids[:, :length]) & self._rows.stored[:, :length]
+        found = np.argwhere(other)
+        return None if len(found) == 0 else (int(found[0][0]), int(found[0][1]))
+
+    def note_tokens(self, ids: np.ndarray) -> None:
+        """Note which tokens the rows hold, `[rows, >= length]`, for checks of prompts to come."""
+        if ids.shape[1] >= self._rows.length:
+            self._rows.ids = ids[:, : self._rows.length].copy()
+
     @property
     def knows_its_tokens(self) -> bool:
         """Whether what it holds came from generate() calls that were followed, or is of no use."""

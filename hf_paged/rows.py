@@ -233,6 +233,11 @@ class Rows:
         self._stale_arrays = True
         self._num_steps = 1
 
+    @property
+    def stored(self) -> np.ndarray:
+        """`[num_rows, length]` bool: which padded positions are stored."""
+        return self._stored[:, : self.length]
+
     def tokens_of(self, row: int, ids: np.ndarray) -> list[int]:
         """The tokens that a row holds in the first positions, by `ids` `[rows, positions]`."""
         end = min(self.length, ids.shape[1])

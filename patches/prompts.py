@@ -40,6 +40,14 @@ def check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs:
             "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
             "the new ids alone, pass an attention_mask that covers the cached positions too"
         )
+    difference = cache.first_difference(_array(ids)) if is_whole else None
+    if difference is not None:
+        row, position = difference
+        raise ValueError(
+            f"the prompt has another token at position {position} of row {row} than the one that the cache holds "
+            "there. A cache goes on from what it holds: use a new PagedCache, cache.reset() or cache.crop(), or make "
+            "the cache with prefix_cache=True, which takes any prompt"
+        )
 
 
 # Repeated prompts ----------------------------------------------------------------------------------------------------
@@ -141,16 +149,17 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
 def end_kept(
     cache: PagedCache, key: Hashable, num_beams: int, output: Any, /, inputs: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """After generate(): keep what its rows hold."""
-    if not cache.keeps_prompts:
-        return
+    """After generate(): note what its rows hold, and keep it where prompts are kept."""
     sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
     prompt = next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
-    rows = cache.batch_size
-    if key is None or rows < 1 or not isinstance(sequences, torch.Tensor) or rows % len(prompt):
+    rows, custom = cache.batch_size, kwargs.get("custom_generate") is not None
+    known = isinstance(sequences, torch.Tensor) and len(sequences) == rows and num_beams == 1 and not custom
+    if not cache.keeps_prompts:
+        if known:
+            cache.note_tokens(_array(sequences))
+    elif key is None or rows < 1 or not isinstance(sequences, torch.Tensor) or rows % len(prompt):
         cache.let_go()
-        return
-    if num_beams == 1 and len(sequences) == rows:
+    elif known:
         cache.keep_tokens(key, _array(sequences))
     else:  # which beam a row is, is not known; but all of a prompt's begin with the prompt
         cache.keep_tokens(key, _array(prompt).repeat(rows // len(prompt), axis=0))

@@ -112,7 +112,7 @@ with_options("`prefill_chunk_size`", prefill_chunk_size=6)
 with_options("`prompt_lookup_num_tokens`", ONE_ROW, prompt_lookup_num_tokens=3)
 
 
-@feature("assisted decoding, the assistant with a PagedCache of its own kind")
+@feature("assisted decoding, `assistant_model`")
 def _(bench: Bench, way: str | None) -> Any:
     assistant = bench.model
     return bench.generate(way, ONE_ROW, assistant_model=assistant)

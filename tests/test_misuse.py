@@ -293,6 +293,28 @@ def test_a_filled_cache_with_several_sequences_a_row_is_right_or_refused(
     assert torch.equal(tokens, generate_dynamic(llama, more, mask, **options))
 
 
+@pytest.mark.parametrize("way", ENABLED_WAYS)
+@pytest.mark.parametrize("where", [0, 5, -1])
+def test_a_prompt_with_other_tokens_than_the_cache_holds_is_refused(
+    llama: PreTrainedModel, way: str, where: int
+) -> None:
+    """DynamicCache goes on from its own tokens, whatever the prompt says."""
+    ids, mask = random_prompts([9, 9])
+    cache = PagedCache(llama.config, num_blocks=40)
+    with run_way(llama, way):
+        tokens = generate(llama, ids, mask, cache, max_new_tokens=4)
+        whole = torch.cat([tokens, random_prompts([3, 3], seed=4)[0]], 1)
+        other = whole.clone()
+        held = cache.get_seq_length()
+        other[1, where if where >= 0 else held - 1] += 1
+        before = cache.row_lengths
+        with pytest.raises(ValueError, match=r"another token at position \d+ of row 1"):
+            generate(llama, other, torch.ones_like(other), cache, max_new_tokens=4)
+        assert cache.row_lengths == before
+        again = generate(llama, whole, torch.ones_like(whole), cache, max_new_tokens=4)
+    assert torch.equal(again, generate_dynamic(llama, whole, torch.ones_like(whole), max_new_tokens=4))
+
+
 @every_way
 @pytest.mark.parametrize("inner", [False, True], ids=["model", "inner_model"])
 def test_use_cache_false_beside_a_cache_is_refused(llama: PreTrainedModel, way: str, inner: bool) -> None:
