@@ -22,6 +22,8 @@ class Call:
     follows_rows: bool
     """The stopping criteria's verdict is about the rows of that cache."""
     shares_prompts: bool
+    assistant_block_size: int | None = None
+    """Of the cache that an assistant gets, if its model is enabled."""
     num_beams: int = 1
     repeats: int = 1
     """Into how many rows each prompt was expanded."""

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_paged.cache import PagedCache
+from hf_paged.models import cache_keyword
 from hf_paged.patches.calls import SHARES_PROMPTS, Call, cache_of, current_call, running_calls
 from hf_paged.patches.prompts import begin_kept, check_prompt, end_kept, expand_inputs, prefill
 
@@ -72,12 +73,17 @@ def unpatch_generation(model: PreTrainedModel) -> None:
 
 
 def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    cache = cache_of(kwargs)
+    cache = cache_of(kwargs) or _cache_for_assistant(model, kwargs)
     if cache is None:
         return _run(Call(None, False, False), original, *args, **kwargs)
     # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.
     own = not any(kwargs.get(name) is not None for name in ("assistant_model", "custom_generate"))
-    call = Call(weakref.ref(cache) if own else None, own, own and getattr(model, SHARES_PROMPTS, False))
+    call = Call(
+        cache=weakref.ref(cache) if own else None,
+        follows_rows=own,
+        shares_prompts=own and getattr(model, SHARES_PROMPTS, False),
+        assistant_block_size=None if own else cache.block_size,
+    )
     try:
         key = begin_kept(model, cache, *args, **kwargs)
         check_prompt(cache, *args, **kwargs)
@@ -91,6 +97,18 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
         cache.clear_finished()
         cache.let_go()
         raise
+
+
+def _cache_for_assistant(model: PreTrainedModel, kwargs: dict[str, Any]) -> PagedCache | None:
+    """An assistant model that is enabled drafts with a PagedCache of its own, where the main model has one."""
+    call, config = current_call(), kwargs.get("generation_config")
+    if call is None or call.assistant_block_size is None or not getattr(config, "is_assistant", False):
+        return None
+    size = call.assistant_block_size
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    cache = PagedCache(model.config, block_size=size, num_blocks=positions and -(-positions // size) + 1)
+    kwargs[cache_keyword(model)] = cache  # transformers takes it from the output and hands it in again
+    return cache
 
 
 def _run(call: Call, original: Callable, *args: Any, **kwargs: Any) -> Any:

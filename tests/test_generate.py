@@ -334,6 +334,29 @@ def test_assisted_decoding(way: str, drafts: str, do_sample: bool) -> None:
         same_tokens(model, actual, generate_dynamic(model, prompt, max_new_tokens=30))
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_an_enabled_assistant_drafts_with_a_paged_cache_of_its_own(do_sample: bool) -> None:
+    model, assistant = tiny_model("llama"), build_model("llama", seed=0)
+    with torch.no_grad():
+        noise = torch.randn(assistant.lm_head.weight.shape, generator=torch.Generator().manual_seed(3))
+        assistant.lm_head.weight += 0.05 * noise
+    prompt = random_prompts([6])[0].repeat(1, 4)
+    options = {"assistant_model": assistant, "do_sample": do_sample, "max_new_tokens": 30}
+    expected = seeded(generate_dynamic, model, prompt, **options)
+    caches = []
+    hook = assistant.register_forward_pre_hook(
+        lambda module, args, kwargs: caches.append(kwargs.get(CACHE_ARGUMENT)), with_kwargs=True
+    )
+    with paged_attention(assistant):
+        actual = seeded(generate_paged, model, "cpu", prompt, **options)
+    hook.remove()
+    assert torch.equal(actual, expected)
+    assert len(caches) > 3 and all(cache is caches[0] for cache in caches)
+    assert isinstance(caches[0], PagedCache) and caches[0].block_size == 16
+    assert caches[0].layers[0].backend.name == "cpu"
+    check_books(caches[0])
+
+
 # What generate() is given, and gives back ------------------------------------------------------------------------
 
 
