@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from hf_paged.cache import HANDLE, CachedLength, Handle, PagedLayer
+from hf_paged.cache import CachedLength
+from hf_paged.layer import HANDLE, Handle, PagedLayer
 
 IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
