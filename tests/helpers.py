@@ -171,6 +171,19 @@ def run_way(model: torch.nn.Module, way: str) -> Iterator[None]:
             yield
 
 
+@contextlib.contextmanager
+def fed(model: torch.nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """The shapes of the ids that the model's forward passes get within."""
+    shapes: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        yield shapes
+    finally:
+        hook.remove()
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Random prompts of these lengths in one left-padded batch, and its mask: both `[rows, longest]`."""
     generator = torch.Generator().manual_seed(seed)

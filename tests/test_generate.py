@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from helpers import (
     blocks_for,
     build_model,
     check_books,
+    fed,
     generate,
     generate_dynamic,
     greedy_alone,
@@ -204,19 +203,6 @@ def test_beam_search(model: PreTrainedModel, way: str, options: dict) -> None:
     assert torch.equal(seeded(generate_paged, model, way, ids, mask, **options), expected)
 
 
-@contextmanager
-def watched_passes(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """The shapes of the ids that the model's forward passes get."""
-    shapes: list[tuple[int, int]] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        yield shapes
-    finally:
-        hook.remove()
-
-
 MANY_ROWS = [
     {"num_beams": 3},
     {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
@@ -232,7 +218,7 @@ def test_a_prompt_of_several_rows_is_computed_once(options: dict) -> None:
     ids, mask = random_prompts(RAGGED)
     options = options | {"max_new_tokens": 6}
     expected = seeded(generate_dynamic, model, ids, mask, **options)
-    with watched_passes(model) as shapes:
+    with fed(model) as shapes:
         tokens = seeded(generate_paged, model, "cpu", ids, mask, **options)
     assert torch.equal(tokens, expected)
     prompt, decode = [shape for shape in shapes if shape[0] == 3], [shape for shape in shapes if shape[0] == 9]
@@ -259,14 +245,14 @@ def test_sharing_prompts_can_be_turned_off() -> None:
     options = {"num_return_sequences": 2, "do_sample": True, "max_new_tokens": 4}
     expected = seeded(generate_dynamic, model, ids, mask, **options)
     for shares in (False, True):
-        with paged_attention(model, share_prompts=shares), watched_passes(model) as shapes:
+        with paged_attention(model, share_prompts=shares), fed(model) as shapes:
             with paged_attention(model):  # leaves the setting as it is
                 pass
             assert torch.equal(seeded(generate, model, ids, mask, PagedCache(model.config), **options), expected)
         assert shapes[0] == ((3, 17) if shares else (6, 17))
     with paged_attention(model, share_prompts=False):
         enable_paged_attention(model, share_prompts=True)
-        with watched_passes(model) as shapes:
+        with fed(model) as shapes:
             generate(model, ids, mask, PagedCache(model.config), **options)
         assert shapes[0] == (3, 17)
 

@@ -21,9 +21,18 @@ try:
 except ImportError:  # numba is optional
     cpu = None
 
+try:
+    from hf_paged.kernels import gpu  # in the interpreter
+except ImportError:
+    gpu = None
+
 BACKENDS = [
     pytest.param(reference, id="reference"),
     pytest.param(cpu, id="cpu", marks=pytest.mark.skipif(cpu is None, reason="needs numba")),
+]
+EVERY_BACKEND = [
+    *BACKENDS,
+    pytest.param(gpu, id="triton", marks=pytest.mark.skipif(gpu is None, reason="needs Triton")),
 ]
 LENGTHS = [1, 0, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 257, 300]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -104,7 +113,7 @@ def test_float16_extremes_are_widened_exactly(backend):
         torch.testing.assert_close(out[0, 0, 0], special.to(dtype), equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_a_nan_of_the_model_is_not_hidden(backend):
     setup = Setup([300, 300])
     setup.key[0, 0, 7] = math.nan
@@ -114,7 +123,7 @@ def test_a_nan_of_the_model_is_not_hidden(backend):
     assert not out[0, 0, 2:].isnan().any() and not out[1].isnan().any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_large_scores_do_not_overflow(backend):
     setup = Setup([700], heads=2, kv_heads=1)
     setup.key *= 100
@@ -125,7 +134,7 @@ def test_large_scores_do_not_overflow(backend):
     torch.testing.assert_close(out[0, 0], setup.value[0, 0, best])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value_dim", [40, 24])
 def test_write_touches_its_slots_and_no_other(backend, dtype, value_dim):
@@ -150,7 +159,7 @@ def test_write_touches_its_slots_and_no_other(backend, dtype, value_dim):
     assert torch.equal(setup.storage.value_blocks.contiguous().view(bits), before[1].view(bits))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_any_strides(backend):
     """Also a last dimension that is not contiguous, and blocks in another layout."""
     setup = Setup([20, 37])
@@ -165,7 +174,7 @@ def test_any_strides(backend):
         assert_close(out[row], setup.expected(row, query[row], [setup.lengths[row] - 1], 0.1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("value_dim", [64, 32])
 def test_copy_blocks(backend, value_dim):
     setup = Setup([40, 40], value_dim=value_dim).fill(backend)

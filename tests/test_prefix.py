@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from helpers import (
     CACHE_ARGUMENT,
     build_model,
     check_books,
+    fed,
     generate,
     generate_dynamic,
     pad_left,
@@ -30,19 +29,6 @@ SYSTEM = random_prompts([50], seed=3)[0][0]
 def prompt(length: int, seed: int) -> torch.Tensor:
     """The common beginning and `length` tokens of its own: `[1, 50 + length]`."""
     return torch.cat([SYSTEM, random_prompts([length], seed=seed)[0][0]])[None]
-
-
-@contextmanager
-def fed(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """The shapes of the ids in the model's forward passes."""
-    shapes: list[tuple[int, int]] = []
-    hook = model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        yield shapes
-    finally:
-        hook.remove()
 
 
 def prefilled(model: PreTrainedModel, ids: torch.Tensor, cache: PagedCache, mask=None, **options) -> tuple:

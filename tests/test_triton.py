@@ -130,55 +130,6 @@ def test_as_the_rules_cut_it(device, dtype, monkeypatch):
     check_prefill(gpu, Setup([300, 5], heads=8, dtype=dtype), positions, {})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value_dim", [40, 24])
-def test_write_touches_its_slots_and_no_other(dtype, value_dim):
-    setup = Setup([20, 3, 0, 33], key_dim=40, value_dim=value_dim, dtype=dtype)
-    before = setup.storage.key_blocks.clone(), setup.storage.value_blocks.clone()
-    positions = torch.full((4, 5), -1)
-    positions[0] = torch.tensor([15, 16, -1, -1, 17])
-    positions[1] = torch.tensor([-1, -1, 0, 1, 2])
-    positions[3] = torch.tensor([-1, -1, -1, -1, 32])
-    fused = setup.random(4, 5, 2 * (40 + value_dim))  # strided slices of a fused projection, as in GPT-2
-    key = fused[..., :80].view(4, 5, 2, 40).transpose(1, 2)
-    value = fused[..., 80:].view(4, 5, 2, value_dim).transpose(1, 2)
-    gpu.write(setup.storage, key, value, setup.plan(positions))
-    for row in range(4):
-        for i, position in enumerate(positions[row].tolist()):
-            if position >= 0:
-                block, slot = setup.table[row, position // 16], position % 16
-                before[0][block, :, slot] = key[row, :, i]
-                before[1][block, :, slot] = value[row, :, i]
-    for blocks, expected in zip((setup.storage.key_blocks, setup.storage.value_blocks), before, strict=True):
-        torch.testing.assert_close(blocks, expected, equal_nan=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("value_dim", [64, 32])
-def test_copy_blocks(value_dim):
-    setup = Setup([40, 40], value_dim=value_dim).fill(gpu)
-    key, value = setup.storage.key_blocks.clone(), setup.storage.value_blocks.clone()
-    gpu.copy_blocks(setup.storage, [])
-    gpu.copy_blocks(setup.storage, [(1, 5), (0, 7), (1, 6)])
-    key[[5, 7, 6]], value[[5, 7, 6]] = key[[1, 0, 1]], value[[1, 0, 1]]
-    torch.testing.assert_close(setup.storage.key_blocks, key, equal_nan=True, rtol=0, atol=0)
-    torch.testing.assert_close(setup.storage.value_blocks, value, equal_nan=True, rtol=0, atol=0)
-
-
-def test_any_strides():
-    """Also a last dimension that is not contiguous, and blocks in another layout."""
-    setup = Setup([20, 37])
-    setup.storage.key_blocks, setup.storage.value_blocks = (
-        torch.full((8, 16, 2, 64), math.nan).transpose(1, 2) for _ in range(2)
-    )
-    setup.key, setup.value = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in (setup.key, setup.value))
-    setup.fill(gpu)
-    query = setup.random(2, 64, 1, 4).permute(0, 3, 2, 1)
-    out = gpu.decode(query, setup.storage, setup.decode_plan(), scale=0.1)
-    for row in range(2):
-        expected = setup.expected(row, query[row], [setup.lengths[row] - 1], 0.1)
-        assert_close(out[row], expected, rounds_weights=True)
-
-
 def test_a_nan_of_the_model_is_not_hidden():
     setup = Setup([100, 100])
     setup.key[0, 0, 7] = math.nan
