@@ -40,10 +40,13 @@ def tile_offsets(
     Strides are constants, so that the compiler knows what they are multiples of: it loads 16 bytes at a time only then.
     """
     slot = tl.arange(0, TILE)
-    if BLOCK_SIZE >= TILE:
-        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head.to(tl.int64) * STRIDE_HEAD + (n % BLOCK_SIZE) * STRIDE_SLOT
+    if STRIDE_HEAD < 8388608:  # of 256 heads none is 2^31 elements away: 32 bits do, and fewer registers
+        base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head * STRIDE_HEAD
     else:
         base = ids.to(tl.int64) * STRIDE_BLOCK + kv_head.to(tl.int64) * STRIDE_HEAD
+    if BLOCK_SIZE >= TILE:
+        base += (n % BLOCK_SIZE) * STRIDE_SLOT
+    else:
         slot = slot % BLOCK_SIZE  # tiles begin at block borders
     return base + slot * STRIDE_SLOT
 
