@@ -281,11 +281,12 @@ class PagedCache(Cache):
         """Whether full blocks are kept for later calls; recurrent state cannot be."""
         return self.pool.prefixes is not None and not self._rows.has_state
 
-    def goes_on(self, ids: np.ndarray, mask: np.ndarray) -> bool:
-        """Whether a prompt begins with what the cache holds, and has more."""
+    def goes_on(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> bool:
+        """Whether a prompt begins with what the cache holds under this key, and has more."""
         held = self._rows.ids
         return (
             held is not None
+            and self._rows.key == key
             and held.shape[0] == ids.shape[0]
             and held.shape[1] < ids.shape[1]
             and np.array_equal(held, ids[:, : held.shape[1]])
@@ -304,9 +305,17 @@ class PagedCache(Cache):
         return None if len(found) == 0 else (int(found[0][0]), int(found[0][1]))
 
     def note_tokens(self, ids: np.ndarray) -> None:
-        """Note which tokens the rows hold, `[rows, >= length]`, for checks of prompts to come."""
-        if ids.shape[1] >= self._rows.length:
-            self._rows.ids = ids[:, : self._rows.length].copy()
+        """Note which tokens the rows hold, `[rows, length]`, for checks of prompts to come."""
+        self._rows.ids = ids.copy()
+
+    def note_beams(self) -> None:
+        """Note that the rows are beams, of which only the search knew which is which."""
+        self._rows.are_beams = True
+
+    @property
+    def are_beams(self) -> bool:
+        """Whether the rows are beams of a search that has ended."""
+        return self._rows.are_beams
 
     @property
     def knows_its_tokens(self) -> bool:
@@ -346,16 +355,18 @@ class PagedCache(Cache):
         """Keep the full blocks of all rows.
 
         Args:
-            ids: `[rows, >= length]`: the tokens at the padded positions, or at least at the first of them.
+            key: what keys and values depend on besides the tokens.
+            ids: `[rows, positions]`: the tokens at the first padded positions, or at all of them.
         """
         rows, pool = self._rows, self.pool
-        whole = ids.shape[1] >= rows.length
         with pool.lock:
             for row in range(rows.num_rows):
                 tokens = rows.tokens_of(row, ids)
                 pool.prefixes.insert(key, tokens, [tables[row] for tables in rows.tables])
-        rows.ids = ids[:, : rows.length].copy() if whole else None
-        rows.disposable = not whole
+        if ids.shape[1] == rows.length:
+            rows.ids, rows.key = ids.copy(), key
+        else:
+            rows.disposable = True
 
     def let_go(self) -> None:
         """Note that what the rows hold is of no use to another generate() call."""

@@ -7,7 +7,7 @@ and finds the blocks for it, for all rows and groups or for none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,9 @@ class Rows:
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
         ids: `[num_rows, length]`, the tokens at all positions, padding included, where they are known.
-        disposable: what the rows hold is of no use for another generate() call.
+        key: what the blocks' contents depend on besides these tokens, where they depend on nothing else.
+        are_beams: the rows are beams, in an order that only the search knew.
+        disposable: a prompt to come has no use for what the rows hold.
     """
 
     def __init__(self, pool: BlockPool, num_layers: int, has_state: bool = False) -> None:
@@ -72,12 +74,16 @@ class Rows:
         self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
         self._finished = np.zeros(0, bool)  # rows that store nothing more
         self._any_ended = False
-        self.ids: np.ndarray | None = None
-        self.disposable = False
+        self._forget_origin()
         self._parked: set[int] = set()  # finished rows whose blocks others may take
         self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
         self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
         self._stale_arrays = False
+
+    def _forget_origin(self) -> None:
+        self.ids: np.ndarray | None = None
+        self.key: Hashable | None = None
+        self.are_beams = self.disposable = False
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -265,6 +271,7 @@ class Rows:
         self._undo_growths(step.growths)
         self._num_steps -= 1
         self.length = step.start
+        self.ids = None if self.ids is None else self.ids[:, : step.start]
         self.lengths = [min(length, step.start) for length in self.lengths]
         self.stored_lens = step.before["stored_lens"]
         self._has_holes = step.before["has_holes"]
@@ -329,7 +336,7 @@ class Rows:
 
     def _record(self, step: StepPlan) -> None:
         start, end = step.start, step.end
-        self.ids, self.disposable = None, False
+        self._forget_origin()
         if end > self._stored.shape[1]:
             wider = np.zeros((self.num_rows, max(end, 2 * self._stored.shape[1], 64)), bool)
             wider[:, :start] = self._stored[:, :start]
@@ -459,6 +466,7 @@ class Rows:
         index = np.asarray(indices, np.int64)
         aliased = self._unmasked is self._stored
         self.num_rows = len(index)
+        self.ids = None if self.ids is None else self.ids[index]
         self.stored_lens = self.stored_lens[index]
         self._stored = self._stored[index]
         self._unmasked = self._stored if aliased else self._unmasked[index]
@@ -479,6 +487,7 @@ class Rows:
                 for table, count in zip(tables, gone.tolist(), strict=True):
                     allocator.truncate(table, table.length - count)
         self.stored_lens = self.stored_lens - gone
+        self.ids = None if self.ids is None else self.ids[:, :keep]
         self.length = keep
         self.lengths = [min(length, keep) for length in self.lengths]
         self._has_holes = not self._stored[:, :keep].all()
@@ -527,6 +536,8 @@ class Rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
             twin.stored_lens, twin._has_holes, twin._any_ended = self.stored_lens, self._has_holes, self._any_ended
             twin._finishing, twin._finished = self._finishing, self._finished
+            twin.ids, twin.key = self.ids, self.key
+            twin.are_beams, twin.disposable = self.are_beams, self.disposable
             twin._stored = self._stored.copy()
             twin._unmasked = twin._stored if self._unmasked is self._stored else self._unmasked.copy()
             twin._table_arrays = [np.zeros_like(array) for array in self._table_arrays]
@@ -568,7 +579,6 @@ class Rows:
     def _end_step(self) -> None:
         self.settle()
         self._unpark()
-        self.ids, self.disposable = None, False
         self.step = None
 
     def _release(self, tables: list[list[BlockTable]]) -> None:

@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_paged.attention import IMPLEMENTATION
 from hf_paged.patches.calls import SHARES_PROMPTS, cache_of
 from hf_paged.patches.generation import patch_generation, unpatch_generation
-from hf_paged.patches.prompts import MODEL_ID
 
 
 @dataclass
@@ -91,8 +90,7 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     """
     core = _find_model(model)
     state = vars(core).pop(_STATE, None)
-    for name in (SHARES_PROMPTS, MODEL_ID):
-        vars(core).pop(name, None)
+    vars(core).pop(SHARES_PROMPTS, None)
     if state is not None:
         _restore(core, state)
     return model

@@ -86,11 +86,11 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
     )
     try:
         key = begin_kept(model, cache, *args, **kwargs)
-        check_prompt(cache, *args, **kwargs)
+        check_prompt(model, cache, *args, **kwargs)
         cache.clear_finished()
         output = _run(call, original, *args, **kwargs)
         cache.clear_finished()
-        end_kept(cache, key, call.num_beams, output, *args, **kwargs)
+        end_kept(model, cache, key, call.num_beams, output, *args, **kwargs)
         return output
     except BaseException:
         cache.leave_pass(failed=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -19,14 +20,16 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from hf_paged.cache import PagedCache
 from hf_paged.patches.calls import cache_of, current_call
 
-MODEL_ID = "_hf_paged_model_id"
-"""Attribute of an enabled model: a number that no other has had."""
 _next_id = itertools.count()
+_model_ids: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+"""A number for each model, that no other has had."""
+SAMPLES = 64
+"""Values of each weight that are looked at."""
 
 
-def check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> None:
+def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> None:
     """Refuse a prompt that has nothing new: transformers would append all of it a second time."""
-    ids = next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
+    ids = _prompt_of(inputs, kwargs)
     past = cache.get_seq_length()
     if not past or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
         return
@@ -40,13 +43,23 @@ def check_prompt(cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs:
             "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
             "the new ids alone, pass an attention_mask that covers the cached positions too"
         )
+    if is_whole and cache.are_beams:
+        raise ValueError(
+            "the rows of this cache are the beams of a search, in an order of its own, so no prompt can go on from "
+            "them: use a new PagedCache or cache.reset()"
+        )
+    if is_whole and is_drafting(model, kwargs):
+        raise ValueError(
+            "assisted decoding and prompt lookup begin with an empty cache (transformers' loop feeds the whole "
+            "prompt): use a new PagedCache or cache.reset()"
+        )
     difference = cache.first_difference(_array(ids)) if is_whole else None
     if difference is not None:
         row, position = difference
         raise ValueError(
             f"the prompt has another token at position {position} of row {row} than the one that the cache holds "
-            "there. A cache goes on from what it holds: use a new PagedCache, cache.reset() or cache.crop(), or make "
-            "the cache with prefix_cache=True, which takes any prompt"
+            "there (as a batch has that is padded to another width). A cache goes on from what it holds: use a new "
+            "PagedCache, cache.reset() or cache.crop(), or make the cache with prefix_cache=True, which takes any"
         )
 
 
@@ -122,47 +135,84 @@ def _repeated(value: Any, rows: int, repeats: int) -> Any:
 def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> Hashable:
     """Before generate(): let the cache begin with what is kept of the prompt.
 
-    A cache that keeps prompts takes any prompt: one that does not go on from what its rows hold begins new rows.
+    A cache that keeps prompts takes others, too: where its rows came from generate() calls, and the prompt does not go
+    on from them under the same weights, it begins new ones.
 
     Returns:
         The key under which the call's tokens may be kept, or None where they may not.
     """
     if not cache.keeps_prompts:
         return None
-    ids = next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
+    ids = _prompt_of(inputs, kwargs)
     mask = _mask_of(model, ids, kwargs)
-    known = isinstance(ids, torch.Tensor) and ids.ndim == 2 and mask is not None and mask.shape == ids.shape
-    if known:
-        is_new = not cache.goes_on(_array(ids), _array(mask))
-    else:
-        is_new = not isinstance(mask, torch.Tensor)  # a longer mask says that the ids are new ones alone
-    if is_new and cache.knows_its_tokens:
-        cache.reset()
-    if not known or not _depends_on_tokens_alone(model, cache, args, kwargs):
+    drafts = is_drafting(model, kwargs)
+    if not (isinstance(ids, torch.Tensor) and ids.ndim == 2 and mask is not None and mask.shape == ids.shape):
+        if cache.knows_its_tokens and not isinstance(mask, torch.Tensor):
+            cache.reset()
         return None
-    key = _model_key(model)
-    if cache.batch_size == -1:
-        cache.adopt_prompt(key, _array(ids), _array(mask))
+    key, tokens, seen = _model_key(model), _array(ids), _array(mask)
+    goes_on = cache.goes_on(key, tokens, seen) and not drafts
+    if cache.knows_its_tokens and not goes_on:
+        cache.reset()
+    is_empty = cache.batch_size == -1
+    if drafts or not (is_empty or goes_on) or not _depends_on_tokens_alone(model, cache, args, kwargs):
+        return None
+    if not seen[:, -1].all():  # what follows padding on the right stands at other positions than alone
+        return None
+    if is_empty:
+        cache.adopt_prompt(key, tokens, seen)
     return key
 
 
 def end_kept(
-    cache: PagedCache, key: Hashable, num_beams: int, output: Any, /, inputs: Any = None, *args: Any, **kwargs: Any
+    model: PreTrainedModel,
+    cache: PagedCache,
+    key: Hashable,
+    num_beams: int,
+    output: Any,
+    /,
+    inputs: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """After generate(): note what its rows hold, and keep it where prompts are kept."""
     sequences = output if isinstance(output, torch.Tensor) else getattr(output, "sequences", None)
-    prompt = next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
-    rows, custom = cache.batch_size, kwargs.get("custom_generate") is not None
-    known = isinstance(sequences, torch.Tensor) and len(sequences) == rows and num_beams == 1 and not custom
+    ids, rows, length = _prompt_of(inputs, kwargs), cache.batch_size, cache.get_seq_length()
+    mask = kwargs.get("attention_mask")
+    if num_beams > 1:
+        cache.note_beams()
+    followed = (
+        isinstance(sequences, torch.Tensor)
+        and isinstance(ids, torch.Tensor)
+        and sequences.shape == (rows, length + 1)
+        and (mask is None or mask.shape[-1] == ids.shape[-1])
+        and num_beams == 1
+        and kwargs.get("custom_generate") is None
+    )
     if not cache.keeps_prompts:
-        if known:
-            cache.note_tokens(_array(sequences))
-    elif key is None or rows < 1 or not isinstance(sequences, torch.Tensor) or rows % len(prompt):
+        if followed:
+            cache.note_tokens(_array(sequences[:, :length]))
+    elif key is None:
+        if is_drafting(model, kwargs):
+            cache.let_go()
+    elif followed:
+        cache.keep_tokens(key, _array(sequences[:, :length]))
+    elif rows > 0 and rows % len(ids) == 0:  # which beam a row is, is not known; but all of a prompt's begin with it
+        cache.keep_tokens(key, _array(ids).repeat(rows // len(ids), axis=0))
+    else:
         cache.let_go()
-    elif known:
-        cache.keep_tokens(key, _array(sequences))
-    else:  # which beam a row is, is not known; but all of a prompt's begin with the prompt
-        cache.keep_tokens(key, _array(prompt).repeat(rows // len(prompt), axis=0))
+
+
+def is_drafting(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    """Whether a call drafts candidates, with an assistant or from the prompt. transformers' loop for these is right on
+    an empty cache only."""
+    config = kwargs.get("generation_config") or model.generation_config
+    lookup = kwargs.get("prompt_lookup_num_tokens", getattr(config, "prompt_lookup_num_tokens", None))
+    return kwargs.get("assistant_model") is not None or bool(lookup)
+
+
+def _prompt_of(inputs: Any, kwargs: dict[str, Any]) -> Any:
+    return next((x for x in (inputs, kwargs.get("inputs"), kwargs.get("input_ids")) if x is not None), None)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -206,20 +256,35 @@ def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, args: tu
 
 
 def _model_key(model: PreTrainedModel) -> Hashable:
-    """Changes with the model, its weights (in place, too), its adapters and whether they are on."""
-    if MODEL_ID not in vars(model):
-        setattr(model, MODEL_ID, next(_next_id))
-    weights = hash(
-        tuple((tensor.data_ptr(), _version(tensor)) for tensor in itertools.chain(model.parameters(), model.buffers()))
-    )
-    adapters = tuple(
-        (str(module.active_adapters), getattr(module, "disable_adapters", None), str(getattr(module, "scaling", None)))
-        for module in model.modules()
-        if hasattr(module, "active_adapters") and not isinstance(module, PreTrainedModel)
-    )
-    return vars(model)[MODEL_ID], weights, adapters
+    """Changes with the model, its weights, its adapters and whether they are on, and its hooks.
+
+    Weights are told by where they lie, how often torch saw them written, and a sample of their values, since fused
+    optimizers and writes through `.data` are not seen.
+    """
+    if model not in _model_ids:
+        _model_ids[model] = next(_next_id)
+    adapters, hooks = [], []
+    for module in model.modules():
+        for registered in (module._forward_hooks, module._forward_pre_hooks):
+            # Their numbers are given once.
+            hooks += [number for number, hook in registered.items() if not _is_ours(hook)]
+        if hasattr(module, "active_adapters") and not isinstance(module, PreTrainedModel):
+            state = (getattr(module, name, None) for name in ("active_adapters", "disable_adapters", "scaling"))
+            adapters.append(str(tuple(state)))
+    return _model_ids[model], _weights_key(model), tuple(adapters), tuple(hooks)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; tensors made in inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("hf_paged.")
+
+
+def _weights_key(model: PreTrainedModel) -> int:
+    places, samples = [], {}
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        places.append((tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version))
+        if tensor.is_contiguous() and tensor.numel() and tensor.device.type != "meta":
+            flat = tensor.detach().view(-1)
+            sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+            samples.setdefault((tensor.device, tensor.dtype), []).append(sample)
+    values = [torch.cat(some).contiguous().view(torch.uint8).cpu().numpy().tobytes() for some in samples.values()]
+    return hash((tuple(places), tuple(values)))

@@ -315,6 +315,43 @@ def test_a_prompt_with_other_tokens_than_the_cache_holds_is_refused(
     assert torch.equal(again, generate_dynamic(llama, whole, torch.ones_like(whole), max_new_tokens=4))
 
 
+@pytest.mark.parametrize("way", ENABLED_WAYS)
+def test_turns_that_transformers_would_get_wrong_are_refused(llama: PreTrainedModel, way: str) -> None:
+    ids, more = random_prompts([9])[0], random_prompts([3], seed=4)[0]
+    with run_way(llama, way):
+        cache = PagedCache(llama.config, num_blocks=40)
+        tokens = generate(llama, ids, torch.ones_like(ids), cache, max_new_tokens=4)
+        whole = torch.cat([tokens, more], 1)
+        with pytest.raises(ValueError, match="begin with an empty cache"):
+            generate(llama, whole, torch.ones_like(whole), cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
+        again = generate(llama, whole, torch.ones_like(whole), cache, max_new_tokens=4)
+        assert torch.equal(again, generate_dynamic(llama, whole, torch.ones_like(whole), max_new_tokens=4))
+        beams = PagedCache(llama.config, num_blocks=40)
+        options = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4}
+        tokens = generate(llama, ids, torch.ones_like(ids), beams, **options)
+        whole = torch.cat([tokens, more.repeat(2, 1)], 1)
+        with pytest.raises(ValueError, match="beams of a search"):
+            generate(llama, whole, torch.ones_like(whole), beams, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("way", ENABLED_WAYS)
+def test_turns_of_which_not_all_is_known_are_not_refused(llama: PreTrainedModel, way: str) -> None:
+    start, ids, more = torch.tensor([[1]]), random_prompts([9])[0], random_prompts([3], seed=4)[0]
+    with run_way(llama, way), torch.no_grad():
+        cache = PagedCache(llama.config, num_blocks=40)
+        forward(llama, start, cache)
+        tokens = generate(llama, ids, torch.ones(1, 10, dtype=torch.long), cache, max_new_tokens=5)
+        whole = torch.cat([start, tokens, more], 1)
+        answer = generate(llama, whole, torch.ones_like(whole), cache, max_new_tokens=5)
+        rolled = PagedCache(llama.config, num_blocks=40)
+        tokens = generate(llama, ids, torch.ones_like(ids), rolled, max_new_tokens=5)
+        rolled.rollback()
+        after = torch.cat([tokens, more], 1)
+        other = generate(llama, after, torch.ones_like(after), rolled, max_new_tokens=5)
+    assert torch.equal(answer, generate_dynamic(llama, whole, torch.ones_like(whole), max_new_tokens=5))
+    assert torch.equal(other, generate_dynamic(llama, after, torch.ones_like(after), max_new_tokens=5))
+
+
 @every_way
 @pytest.mark.parametrize("inner", [False, True], ids=["model", "inner_model"])
 def test_use_cache_false_beside_a_cache_is_refused(llama: PreTrainedModel, way: str, inner: bool) -> None:

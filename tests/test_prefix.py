@@ -323,6 +323,154 @@ def test_hidden_tokens_are_not_kept() -> None:
     assert torch.equal(holed, again)
 
 
+def fused_step(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    model.eval()
+
+
+def write_through_data(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.3)
+
+
+def write_through_numpy(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:] *= 1.3
+
+
+def merge_adapter(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, config).merge_and_unload()
+
+
+def steer(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output + 0.5)
+
+
+CHANGES = [fused_step, write_through_data, write_through_numpy, merge_adapter, steer]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("between_turns", [False, True])
+def test_changes_that_torch_does_not_count(change, between_turns: bool) -> None:
+    model = build_model("llama")
+    ids = prompt(5, 1)
+    with paged_attention(model):
+        cache = PagedCache(model.config, num_blocks=100, prefix_cache=True)
+        tokens, _ = prefilled(model, ids, cache, max_new_tokens=4)
+        if between_turns:
+            ids = torch.cat([tokens, random_prompts([6], seed=6)[0]], 1)
+        else:
+            cache.reset()
+        change(model, ids)
+        for _ in range(2):  # the second time from what the first kept
+            tokens, _ = prefilled(model, ids, cache, max_new_tokens=6)
+            assert torch.equal(tokens, model.generate(ids, use_cache=False, max_new_tokens=6, do_sample=False))
+            cache.reset()
+
+
+@pytest.mark.parametrize(
+    "drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}], ids=["lookup", "assistant"]
+)
+def test_drafting_begins_anew_and_keeps_nothing(drafts: dict) -> None:
+    model = tiny_model("llama")
+    ids = torch.cat([prompt(5, 1), prompt(5, 1)[:, 20:40]], 1)
+    drafts = {name: value or build_model("llama") for name, value in drafts.items()}
+    if "prompt_lookup_num_tokens" in drafts:
+        drafts = {"prompt_lookup_num_tokens": 3}
+    pool = BlockPool(num_blocks=200, prefix_cache=True)
+    expected = generate_dynamic(model, ids, torch.ones_like(ids), max_new_tokens=10)
+    more = torch.cat([expected, random_prompts([7], seed=5)[0]], 1)
+    more_expected = generate_dynamic(model, more, torch.ones_like(more), max_new_tokens=10)
+    with paged_attention(model):
+        cache = PagedCache(model.config, pool=pool)
+        generate(model, ids, torch.ones_like(ids), cache, max_new_tokens=10)
+        for turn, answer in ((ids, expected), (more, more_expected)):
+            tokens = generate(model, turn, torch.ones_like(turn), cache, max_new_tokens=10, **drafts)
+            assert torch.equal(tokens, answer)
+        tokens = generate(model, more, torch.ones_like(more), PagedCache(model.config, pool=pool), max_new_tokens=10)
+    assert torch.equal(tokens, more_expected)
+
+
+def crop(cache: PagedCache) -> PagedCache:
+    cache.crop(-3)
+    return cache
+
+
+def select(cache: PagedCache) -> PagedCache:
+    cache.batch_select_indices(torch.tensor([0]))
+    return cache
+
+
+def reorder(cache: PagedCache) -> PagedCache:
+    cache.reorder_cache(torch.tensor([0]))
+    return cache
+
+
+def release(cache: PagedCache) -> PagedCache:
+    cache.release([0])
+    return cache
+
+
+def roll_back(cache: PagedCache) -> PagedCache:
+    cache.rollback()
+    return cache
+
+
+@pytest.mark.parametrize("handle", [crop, select, reorder, release, roll_back, PagedCache.fork, copy.deepcopy])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_cache_that_was_handled_takes_any_prompt(handle, same: bool) -> None:
+    model = tiny_model("llama")
+    pool = BlockPool(num_blocks=200, prefix_cache=True)
+    with paged_attention(model):
+        cache = PagedCache(model.config, pool=pool)
+        first = prompt(5, 1)
+        tokens = generate(model, first, torch.ones_like(first), cache, max_new_tokens=6)
+        ids = (
+            torch.cat([tokens[:, :-4], random_prompts([9], seed=3)[0]], 1) if same else random_prompts([80], seed=7)[0]
+        )
+        handled = handle(cache)
+        answers = [
+            generate(model, ids, torch.ones_like(ids), one, max_new_tokens=6)
+            for one in (handled, PagedCache(model.config, pool=pool))
+        ]
+    expected = generate_dynamic(model, ids, torch.ones_like(ids), max_new_tokens=6)
+    assert torch.equal(answers[0], expected) and torch.equal(answers[1], expected)
+
+
+@pytest.mark.parametrize("with_embeddings", [False, True])
+def test_rows_begun_by_hand_are_gone_on_from_and_not_kept(with_embeddings: bool) -> None:
+    model = tiny_model("llama")
+    ids = prompt(14, 1)
+    pool = BlockPool(num_blocks=200, prefix_cache=True)
+    with paged_attention(model), torch.no_grad():
+        cache = PagedCache(model.config, pool=pool)
+        begun = model.get_input_embeddings()(ids[:, :32])
+        begun = {"inputs_embeds": begun + 1} if with_embeddings else {"input_ids": ids[:, :32]}
+        model(**begun, **{CACHE_ARGUMENT: cache})
+        tokens = generate(model, ids, torch.ones_like(ids), cache, max_new_tokens=5)
+        assert len(pool.prefixes) == 0
+        expected = generate_dynamic(model, ids, torch.ones_like(ids), max_new_tokens=5)
+        assert torch.equal(tokens, expected) != with_embeddings
+        again = generate(model, ids, torch.ones_like(ids), PagedCache(model.config, pool=pool), max_new_tokens=5)
+    assert torch.equal(again, expected)
+
+
+def test_what_follows_padding_on_the_right_is_not_kept() -> None:
+    model = tiny_model("llama")
+    ids = torch.cat([prompt(0, 1)[:, :20], torch.zeros(1, 10, dtype=torch.long)], 1)
+    mask = (ids != 0).long()
+    pool = BlockPool(num_blocks=200, prefix_cache=True)
+    with paged_attention(model):
+        tokens = generate(model, ids, mask, PagedCache(model.config, pool=pool), max_new_tokens=40)
+        alone = torch.cat([ids[:, :20], tokens[:, 30:]], 1)
+        answer = generate(model, alone, torch.ones_like(alone), PagedCache(model.config, pool=pool), max_new_tokens=8)
+    assert torch.equal(answer, generate_dynamic(model, alone, torch.ones_like(alone), max_new_tokens=8))
+
+
 # Room and errors ------------------------------------------------------------------------------------------------------
 
 
