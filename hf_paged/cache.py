@@ -51,8 +51,9 @@ class PagedCache(Cache):
         max_memory: instead of `num_blocks`: bytes, `"4GiB"`, or a fraction of the memory free at first use. Without
             either, half of that; see `BlockPool`.
         prefix_cache: with an enabled model, keep the full blocks of prompts and answers in the pool, so that a
-            generate() call that begins with the same tokens computes only what is new. Such a cache takes any prompt:
-            where it does not go on from what the cache holds, rows are begun anew. See `BlockPool`.
+            generate() call that begins with the same tokens computes only what is new. Such a cache takes other
+            prompts, too: where its rows came from generate() calls and a prompt does not go on from them, it begins
+            new ones. See `BlockPool`.
         pool: a pool to share with other caches of the same model. Excludes the four arguments above.
 
     Raises:

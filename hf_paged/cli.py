@@ -179,7 +179,7 @@ def bench(
 )
 def kernels(
     every: Annotated[
-        bool, typer.Option("--all", help="All configurations, which takes half an hour, not the main ones.")
+        bool, typer.Option("--all", help="All configurations, a quarter of an hour on two cores, not the main ones.")
     ] = False,
     target: Annotated[
         list[str] | None, typer.Option(help="This target only, such as sm_90; may be repeated.", show_default="all")

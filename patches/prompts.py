@@ -141,7 +141,7 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
     Returns:
         The key under which the call's tokens may be kept, or None where they may not.
     """
-    if not cache.keeps_prompts:
+    if not cache.keeps_prompts or model.config.is_encoder_decoder:  # whose prompt is the encoder's
         return None
     ids = _prompt_of(inputs, kwargs)
     mask = _mask_of(model, ids, kwargs)
@@ -229,7 +229,12 @@ def _mask_of(model: PreTrainedModel, ids: Any, kwargs: dict[str, Any]) -> torch.
     return None if pad is not None and (ids == pad).any() else torch.ones_like(ids)
 
 
-_PLAIN = frozenset(inspect.signature(GenerationMixin.generate).parameters) | {"input_ids", "attention_mask"}
+_PLAIN = (
+    frozenset(inspect.signature(GenerationMixin.generate).parameters)
+    | frozenset(vars(GenerationConfig()))
+    | {"input_ids", "attention_mask"}
+)
+"""Arguments of generate() on which keys and values do not depend, but through the tokens."""
 _TELLING = ("output_attentions", "output_hidden_states")  # what is told of a prompt must be computed
 
 
@@ -237,10 +242,7 @@ def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, args: tu
     """Whether keys and values of a call follow from the tokens and the model's weights: not so with embeddings, images
     or positions of the user's, with frequencies that depend on the length, or while training."""
     config = kwargs.get("generation_config") or model.generation_config
-    plain = all(
-        value is None or value is cache or name in _PLAIN or hasattr(GenerationConfig(), name)
-        for name, value in kwargs.items()
-    )
+    plain = all(value is None or value is cache or name in _PLAIN for name, value in kwargs.items())
     rope = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
     return (
         plain
@@ -249,7 +251,6 @@ def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, args: tu
         and kwargs.get("custom_generate") is None
         and not any(kwargs.get(name, getattr(config, name, None)) for name in _TELLING)
         and not model.training
-        and not model.config.is_encoder_decoder
         and "longrope" not in rope
         and "dynamic" not in rope
     )

@@ -29,7 +29,7 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except DemoModelMissingError as error:
         if os.environ.get("HF_PAGED_REQUIRE_MODEL") == "1":
             raise
-        pytest.skip(str(error).splitlines()[0])
+        pytest.skip(str(error).splitlines()[0])  # a package that cannot be a dependency: .ci/run sets the variable
 
 
 @pytest.fixture(scope="session")

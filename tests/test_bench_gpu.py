@@ -105,7 +105,7 @@ def test_the_paged_model_gives_the_tokens_of_the_others(toy: tuple[subprocess.Co
 
 def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("there is a GPU")  # and the script would run, for minutes
     done = run("--output", tmp_path / "none")
     assert done.returncode == 2
     assert "--toy" in done.stderr and len(done.stderr.strip().splitlines()) == 1

@@ -22,7 +22,7 @@ def test_the_main_configurations_hold():
 
 @pytest.mark.slow
 def test_every_configuration_holds():
-    """Half an hour."""
+    """A quarter of an hour on two cores."""
     check(all_cases())
 
 
