@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_paged import BlockPool, PagedCache, paged_attention
 from hf_paged.allocator import BlockAllocator, BlockTable
+from hf_paged.patches.prompts import begin_kept
 from hf_paged.prefix import PrefixIndex
 
 SYSTEM = random_prompts([50], seed=3)[0][0]
@@ -555,3 +556,29 @@ def test_suffixes_on_one_prompt_by_hand() -> None:
             del twin
         assert cache.stats().used_blocks == used
         check_books(cache)
+
+
+def test_an_encoders_prompt_is_not_a_decoders() -> None:
+    from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 199, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None)
+    ).eval()
+    ids = [random_prompts([40], seed=1)[0], random_prompts([30], seed=2)[0]]
+    pool = BlockPool(num_blocks=60, prefix_cache=True)
+    options = {"max_new_tokens": 40, "do_sample": False}
+    expected = [model.generate(input_ids=one, attention_mask=torch.ones_like(one), **options) for one in ids]
+    with paged_attention(model):
+        for _ in range(2):
+            for one, answer in zip(ids, expected, strict=True):
+                own = PagedCache(model.config, pool=pool)
+                pair = EncoderDecoderCache(own, DynamicCache())
+                arguments = {"input_ids": one, "attention_mask": torch.ones_like(one), CACHE_ARGUMENT: pair}
+                assert torch.equal(model.generate(**arguments, **options), answer)
+                held = own.get_seq_length()
+                assert held == 40 and len(pool.prefixes) == 0
+                # A second call goes on with the pair as it is, or not at all: never with one half of it.
+                assert begin_kept(model, own, **{**arguments, "input_ids": one[:, :20]}) is None
+                assert own.get_seq_length() == held
