@@ -579,7 +579,8 @@ def test_an_encoders_prompt_is_not_a_decoders() -> None:
                 assert torch.equal(model.generate(**arguments, **options), answer)
                 held = own.get_seq_length()
                 assert held == 40 and len(pool.prefixes) == 0
-                # After a call that failed, too, the pair is left as it is: one half of it is of no use without the other.
+                # After a call that failed, too, the pair is left as it is: its halves belong together.
                 own.let_go()
-                assert begin_kept(model, own, **{**arguments, "input_ids": one[:, :20]}) is None
+                other = {"input_ids": one[:, :20], "attention_mask": torch.ones_like(one[:, :20])}
+                assert begin_kept(model, own, **{**arguments, **other}) is None
                 assert own.get_seq_length() == held
