@@ -210,24 +210,30 @@ class BlockAllocator:
     def _plan_growth(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> _GrowthPlan:
         size, references = self.block_size, self._references
         plan = _GrowthPlan()
+        # Decode comes here once a step with every row, so this loop is written to be fast.
+        note, needed, writers = plan.growth.before.append, 0, plan.writers
         for index, (table, count) in enumerate(zip(tables, counts, strict=True)):
-            if count < 0:
-                raise ValueError(f"cannot grow a table by {count} tokens; use truncate")
-            if count == 0:
+            if count <= 0:
+                if count:
+                    raise ValueError(f"cannot grow a table by {count} tokens; use truncate")
                 continue
             if table.is_parked:
                 raise ValueError("a parked table cannot grow; unpark it first")
-            held = len(table.blocks)
-            tail = table.blocks[-1] if table.length % size else None
-            if tail is not None and references[tail] > 1:
-                plan.writers[tail] = plan.writers.get(tail, 0) + 1
-            else:
-                tail = None
-            new = -(-(table.length + count) // size) - held
-            plan.needed += new
-            plan.growth.before.append((table, table.length, held, tail))
-            if new or tail is not None:
+            blocks, length = table.blocks, table.length
+            held = len(blocks)
+            room = held * size - length
+            tail = None
+            if room and references[blocks[-1]] > 1:
+                tail = blocks[-1]
+                writers[tail] = writers.get(tail, 0) + 1
+            note((table, length, held, tail))
+            if count > room:
+                new = -(-(count - room) // size)
+                needed += new
                 plan.tables.append((index, table, new, tail is not None))
+            elif tail is not None:
+                plan.tables.append((index, table, 0, True))
+        plan.needed = needed
         for tail, count in plan.writers.items():
             plan.needed += min(count, references[tail] - 1)
         return plan

@@ -9,7 +9,7 @@ express what is asked. Without a PagedCache both behave as transformers' own `sd
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_paged.cache import CachedLength
-from hf_paged.layer import HANDLE, Handle, PagedLayer
+from hf_paged.kernels.ops import decode_step
+from hf_paged.layer import HANDLE, ON_THE_HOST, Handle, PagedLayer
+from hf_paged.step_cache import StepHandle
 
 IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
@@ -49,7 +51,6 @@ IGNORED = frozenset(
 """Attention kwargs that need nothing from the kernel."""
 
 
-@torch.compiler.disable  # it begins a step, on the host
 def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     """Begin the step of a PagedCache, and make a mask where the kernel needs one. Arguments as for transformers'
     `sdpa_mask`.
@@ -59,7 +60,14 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
         kv_len]` bool, or None where that is plain causal.
     """
     offset = kwargs.get("q_offset")
-    cache = offset.cache() if isinstance(offset, CachedLength) else None
+    if not isinstance(offset, CachedLength):
+        return sdpa_mask(**kwargs)
+    return _begin_masked(offset, kwargs)
+
+
+@torch.compiler.disable(reason=ON_THE_HOST)
+def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    cache = offset.cache()
     if cache is None:
         return sdpa_mask(**kwargs)
     kwargs["q_offset"] = int(offset)
@@ -121,7 +129,6 @@ def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor
     return shown[:, None]  # [rows, 1, q_length, kv_length]
 
 
-@torch.compiler.disable
 def paged_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -147,12 +154,28 @@ def paged_attention_forward(
     Raises:
         NotImplementedError: a keyword argument that is not known, by name.
     """
-    handle: Handle | None = getattr(key, HANDLE, None)
-    layer = handle.layer() if handle is not None else None
-    if layer is None:
+    handle: Handle | StepHandle | None = getattr(key, HANDLE, None)
+    if handle is None:
         return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    attend = _attend_in_graph if isinstance(handle, StepHandle) else _attend_on_host
+    return attend(handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+
+
+@torch.compiler.disable(reason=ON_THE_HOST)
+def _attend_on_host(
+    handle: Handle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer = handle.layer()
+    if layer is None:
+        return dense_attention(module, query, key, value, *args, **kwargs)
     try:
-        return _attend(layer, handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+        return _attend(layer, handle, module, query, key, value, *args, **kwargs)
     except BaseException:
         if layer.rows.step is handle.step:
             layer.rows.undo_open()
@@ -183,19 +206,7 @@ def _attend(
         )
     layer.hands_over = layer.rows.pool.hands_over[layer.index] = intact
 
-    softcap = kwargs.pop("softcap", None)
-    sinks = kwargs.pop("s_aux", None)
-    sinks = kwargs.pop("sinks", None) if sinks is None else sinks
-    window = kwargs.pop("sliding_window", layer.window)
-    output_attentions = kwargs.pop("output_attentions", None)
-    position_bias = kwargs.pop("position_bias", None)
-    for name, argument in kwargs.items():
-        if argument is not None and name not in IGNORED:
-            raise NotImplementedError(
-                f"{type(module).__name__} passes {name}= to its attention function, which paged attention does not "
-                "know. Use the model with disable_paged_attention(model); a PagedCache still works then"
-            )
-
+    asked = _read(module, kwargs, layer.window)
     group = layer.group
     ours = step.masks.get(group)
     left_to_us = attention_mask is None and group in step.build_mask
@@ -205,16 +216,16 @@ def _attend(
         and group in step.plain_groups
         and (left_to_us or (attention_mask is not None and attention_mask is ours))
         and dropout == 0.0
-        and not output_attentions
-        and position_bias is None
-        and window == layer.window
+        and not asked.output_attentions
+        and asked.position_bias is None
+        and asked.window == layer.window
         and query.shape[2] == step.q_len
         and (step.q_len == 1 or (is_causal if is_causal is not None else getattr(module, "is_causal", True)))
         and layer.backend.unsupported(query.dtype, layer.storage) is None
     ):
         plan = step.on(group, query.device)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        options = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks}
+        options = {"scale": scale, "softcap": asked.softcap, "window": asked.window, "sinks": asked.sinks}
         if step.q_len == 1:
             output = layer.backend.decode(query, layer.storage, plan, **options)
         else:
@@ -238,11 +249,87 @@ def _attend(
         dropout,
         scaling,
         is_causal,
-        softcap=softcap,
-        s_aux=sinks,
-        output_attentions=output_attentions,
-        position_bias=position_bias,
+        softcap=asked.softcap,
+        s_aux=asked.sinks,
+        output_attentions=asked.output_attentions,
+        position_bias=asked.position_bias,
     )
+
+
+def _attend_in_graph(
+    handle: StepHandle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer of a compiled decode step. There is no dense way here: whoever runs the graph runs the step again without
+    it when this raises."""
+    layer = handle.layer
+    asked = _read(module, kwargs, layer.window)
+    if (
+        getattr(value, HANDLE, None) is not handle
+        or (attention_mask is not None and attention_mask is not handle.cache.mask)
+        or dropout != 0.0
+        or asked.output_attentions
+        or asked.position_bias is not None
+        or asked.window != layer.window
+        or query.dtype != layer.blocks.dtype
+    ):
+        raise NotImplementedError(f"{type(module).__name__} asks for attention that no kernel expresses")
+    output = decode_step(
+        query,
+        handle.key,
+        handle.value,
+        layer.blocks,
+        layer.value_blocks,
+        layer.group.block_table,
+        layer.group.positions,
+        asked.sinks,
+        None,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        asked.softcap,
+        asked.window,
+    )
+    return output, None
+
+
+class _Asked(NamedTuple):
+    """What an attention module passes to its attention function besides tensors and mask."""
+
+    softcap: float | None
+    sinks: torch.Tensor | None
+    window: int | None
+    output_attentions: bool | None
+    position_bias: torch.Tensor | None
+
+
+def _read(module: torch.nn.Module, kwargs: dict[str, Any], window: int | None) -> _Asked:
+    """
+    Args:
+        window: the layer's, where the module passes none.
+
+    Raises:
+        NotImplementedError: a keyword argument that is not known, by name.
+    """
+    softcap = kwargs.pop("softcap", None)
+    sinks = kwargs.pop("s_aux", None)
+    sinks = kwargs.pop("sinks", None) if sinks is None else sinks
+    window = kwargs.pop("sliding_window", window)
+    output_attentions = kwargs.pop("output_attentions", None)
+    position_bias = kwargs.pop("position_bias", None)
+    for name, argument in kwargs.items():
+        if argument is not None and name not in IGNORED:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name}= to its attention function, which paged attention does not "
+                "know. Use the model with disable_paged_attention(model); a PagedCache still works then"
+            )
+    return _Asked(softcap, sinks, window, output_attentions, position_bias)
 
 
 def dense_attention(

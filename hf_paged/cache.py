@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,18 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hf_paged.layer import PagedLayer, allocate
+from hf_paged.layer import ON_THE_HOST, PagedLayer, allocate
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool, LayerGroup
 from hf_paged.rows import Rows
 from hf_paged.stats import CacheStats, collect_stats
+from hf_paged.step_cache import StepCache
 
 PAGED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_KINDS = ("linear_attention", "conv", "dummy")
+
+MAX_STEP_CACHES = 64
+"""Shapes of compiled steps that a pool keeps tensors for."""
 
 _CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
@@ -102,6 +108,10 @@ class PagedCache(Cache):
         self._rows = rows
         self._kinds, self._kwargs = list(kinds), list(kwargs)
         self._in_pass = False
+        self._asks_to_compile = False
+        self._backends: tuple[str, ...] = ()  # of the layers, once they have all stored something
+        self._read_mask: weakref.ref[torch.Tensor] | None = None
+        self._known_mask: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
@@ -114,7 +124,7 @@ class PagedCache(Cache):
     # What transformers calls -------------------------------------------------------------------------------------
 
     # What follows runs on the host between the layers: under torch.compile the graph breaks around it.
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=ON_THE_HOST)
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +139,7 @@ class PagedCache(Cache):
             ) from None
         return layer.update(key_states, value_states, *args, **kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=ON_THE_HOST)
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The padded length; as `CachedLength`, so that the mask function knows whose it is."""
         length = CachedLength(self.get_seq_length(layer_idx))
@@ -372,6 +382,70 @@ class PagedCache(Cache):
     def let_go(self) -> None:
         """Note that what the rows hold is of no use to another generate() call."""
         self._rows.disposable = True
+
+    # What the compiled way calls, see hf_paged.patches.compiled -----------------------------------------------------
+
+    @property
+    def is_compileable(self) -> bool:
+        """True where generate() of a model with paged attention enabled asks. Elsewhere a graph would be handed tensors
+        that grow with every token, and so compile anew for each."""
+        return self._asks_to_compile
+
+    @contextmanager
+    def as_compileable(self) -> Iterator[None]:
+        """Within, transformers is told that decode steps with this cache can be compiled."""
+        self._asks_to_compile = True
+        try:
+            yield
+        finally:
+            self._asks_to_compile = False
+
+    def not_compiled_because(self) -> str | None:
+        """Why decode steps with this cache cannot be compiled, or None as far as is known."""
+        if self._rows.has_state:
+            return "the state of its linear attention layers is in the cache"
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                continue
+            if layer.hands_over is False:
+                return f"layer {layer.index} changes its keys or values after updating the cache"
+            if layer.backend is not None and not layer.backend.serves_graphs(layer.device):
+                return f"the {layer.backend.name} kernels cannot be part of a compiled step on {layer.device.type}"
+        return None
+
+    def step_cache(self) -> StepCache | None:
+        """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
+        without one."""
+        rows, step = self._rows, self._rows.step
+        if (
+            step is None
+            or not step.allocated
+            or step.must_be_dense
+            or step.was_empty
+            or len(step.plain_groups) != len(self.pool.groups)
+            or any(mask is not None for mask in step.masks.values())
+        ):
+            return None
+        if not self._backends:
+            paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+            if not all(layer.is_initialized for layer in paged):
+                return None
+            self._backends = tuple(layer.backend.name for layer in paged)
+        # A thread has its own: the tensors of a step must stay until it has run.
+        key = (threading.get_ident(), rows.num_rows, step.q_len, self._backends)
+        found = self.pool.step_caches.get(key)
+        if found is None:
+            while len(self.pool.step_caches) >= MAX_STEP_CACHES:
+                self.pool.step_caches.pop(next(iter(self.pool.step_caches)), None)
+            found = self.pool.step_caches[key] = StepCache(self.layers, rows.num_rows, step.q_len, self.block_size)
+        if found.user is not None and found.user is not self and found.user._in_pass:
+            return None  # a forward pass within a forward pass
+        found.prepare(self, step)
+        return found
+
+    def graph_has_run(self) -> None:
+        """Note that a compiled graph has stored the step's tokens in every layer."""
+        self._rows.lengths = [self._rows.step.end] * len(self.layers)
 
     # What the attention path calls --------------------------------------------------------------------------------
 

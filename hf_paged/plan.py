@@ -34,6 +34,9 @@ class GroupPlan:
     """The largest entry of `context_lens`."""
     native: Any = field(default=None, repr=False)
     """A backend may keep here what it derives from the tensors above, for the life of the plan."""
+    is_static: bool = False
+    """The tensors keep their places and are filled anew for every step, maybe for launches that a CUDA graph replays.
+    On a GPU `max_context` is then what the block table has room for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +76,8 @@ class StepPlan:
     """The forward pass that this plan belongs to has ended well."""
     growths: list[Growth] = field(default_factory=list)
     block_tables: list[np.ndarray] = field(default_factory=list)
+    table_stamps: list[int] = field(default_factory=list)
+    """Per group: a number that no other contents of a block table have."""
     before: dict[str, Any] = field(default_factory=dict)
     """The rows' state before the step, for undoing it."""
     dense_index: dict[tuple[int, torch.device], Any] = field(default_factory=dict)

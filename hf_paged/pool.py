@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -111,6 +112,8 @@ class BlockPool:
         self.storages: dict[int, LayerStorage] = {}
         self.hands_over: dict[int, bool] = {}
         """Whether the model passes what a layer's update returns unchanged to the attention function, once seen."""
+        self.step_caches: dict[Hashable, Any] = {}
+        """What compiled decode steps are given instead of a cache, by their shape; see `hf_paged.step_cache`."""
         self._returned: deque[list[list[BlockTable]]] = deque()
         # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.
         drain = _Drain(self.allocators, self._returned)

@@ -7,6 +7,7 @@ and finds the blocks for it, for all rows and groups or for none.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from hf_paged.allocator import BlockTable
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
+
+_stamps = itertools.count()  # over the tables of all caches
 
 _INTERRUPTED = (
     "the forward pass before this one stopped half-way through the layers. The cache has been put back to the {} "
@@ -78,6 +81,7 @@ class Rows:
         self._parked: set[int] = set()  # finished rows whose blocks others may take
         self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
         self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
+        self._table_stamps: list[int] = []  # per group, another whenever its array has changed
         self._stale_arrays = False
 
     def _forget_origin(self) -> None:
@@ -212,6 +216,7 @@ class Rows:
             self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in tables]
         self._record(step)
         step.block_tables = self._sync_tables(growths)
+        step.table_stamps = list(self._table_stamps)
 
     def adopt(self, stored: np.ndarray, blocks: Sequence[Sequence[Sequence[int]]]) -> None:
         """Begin with tokens that are in blocks already.
@@ -312,9 +317,9 @@ class Rows:
             return
         if not step.allocated:
             self.step = None
-        elif not any(length == step.end for length in self.lengths):
+        elif step.end not in self.lengths:
             self.undo()  # it failed before the first layer, and nobody has seen its lengths
-        elif step.start and any(length == step.start for length in self.lengths):
+        elif step.start and step.start in self.lengths:
             self.undo()
             raise RuntimeError(_INTERRUPTED.format(self.length))
 
@@ -356,11 +361,14 @@ class Rows:
             self._finished, self._finishing = self._finished | self._finishing, np.zeros_like(self._finishing)
 
     def _sync_tables(self, growths: Sequence) -> list[np.ndarray]:
+        if len(self._table_stamps) != len(self.tables):
+            self._table_stamps = [-1] * len(self.tables)
         for group, (tables, growth) in enumerate(zip(self.tables, growths, strict=True)):
             array = self._table_arrays[group]
             stale = self._stale_arrays
             if growth.changed or stale:
-                most = max(len(table.blocks) for table in tables)
+                self._table_stamps[group] = next(_stamps)
+                most = max(len(table.blocks) for table in (tables if stale else [tables[i] for i, _ in growth.changed]))
                 if most > array.shape[1]:
                     array = np.zeros((self.num_rows, max(most, 2 * array.shape[1], 8)), np.int32)
                     self._table_arrays[group] = array

@@ -52,6 +52,11 @@ def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
     return None
 
 
+def serves_graphs(device: torch.device) -> bool:
+    """Whether a step may be part of a graph that torch compiles."""
+    return True
+
+
 def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) -> None:
     """Store the new tokens of a step; see `reference.write`."""
     native = storage.native

@@ -92,6 +92,11 @@ def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
     return None
 
 
+def serves_graphs(device: torch.device) -> bool:
+    """Whether a step may be part of a graph that torch compiles, and of a CUDA graph."""
+    return True
+
+
 @contextmanager
 def fixed_chunks(tokens: int) -> Iterator[None]:
     """Cut the sequence every `tokens` tokens in decode, instead of into as many pieces as fill the GPU.
@@ -280,6 +285,8 @@ def _factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def _workspace(plan: GroupPlan, size: int) -> Tensor:
     """Float32 memory for the splits of a decode: the layers of a step run one after the other, and share it."""
+    if plan.is_static:  # within a CUDA graph memory is the graph's, and must not be kept
+        return torch.empty(size, dtype=torch.float32, device=plan.positions.device)
     if not isinstance(plan.native, Tensor) or plan.native.numel() < size:
         plan.native = torch.empty(size, dtype=torch.float32, device=plan.positions.device)
     return plan.native

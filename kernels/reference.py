@@ -28,6 +28,11 @@ def unsupported(query_dtype: torch.dtype, storage: LayerStorage) -> str | None:
     return None
 
 
+def serves_graphs(device: torch.device) -> bool:
+    """Whether a step may be part of a graph that torch compiles: it asks for lengths, as no CUDA graph can."""
+    return device.type == "cpu"
+
+
 @torch.no_grad()
 def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) -> None:
     """Store the new tokens of a step.

@@ -32,6 +32,7 @@ class Backend(Protocol):
     name: str
 
     def unsupported(self, query_dtype: torch.dtype, storage: Any) -> str | None: ...
+    def serves_graphs(self, device: torch.device) -> bool: ...
     def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None: ...
     def decode(self, query: torch.Tensor, storage: Any, plan: Any, **options: Any) -> torch.Tensor: ...
     def prefill(
@@ -49,6 +50,9 @@ class StoreOnly:
 
     def unsupported(self, query_dtype: torch.dtype, storage: Any) -> str:
         return self.reason
+
+    def serves_graphs(self, device: torch.device) -> bool:
+        return False
 
     def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
         _load("reference").write(storage, key, value, plan)

@@ -16,8 +16,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
+from hf_paged.cache import PagedCache
+from hf_paged.layer import ON_THE_HOST
 from hf_paged.patches.calls import SHARES_PROMPTS, cache_of
+from hf_paged.patches.compiled import COMPILES, EAGER_BECAUSE, end_step, may_compile, prepare_step, step_cache_of
 from hf_paged.patches.generation import patch_generation, unpatch_generation
+from hf_paged.step_cache import StepCache
 
 
 @dataclass
@@ -32,7 +36,9 @@ _STATE = "_hf_paged_enabled"
 """Attribute of an enabled model. It is kept there, not here, so that a deep copy of the model has its own."""
 
 
-def enable_paged_attention(model: torch.nn.Module, *, share_prompts: bool | None = None) -> torch.nn.Module:
+def enable_paged_attention(
+    model: torch.nn.Module, *, share_prompts: bool | None = None, compile: bool | None = None
+) -> torch.nn.Module:
     """Let a model's attention read the blocks of a `PagedCache` where they are. Enabling twice is harmless.
 
     Without a PagedCache the model behaves as with `attn_implementation="sdpa"`, training included.
@@ -41,6 +47,8 @@ def enable_paged_attention(model: torch.nn.Module, *, share_prompts: bool | None
         model: a transformers model, or a wrapper that holds one (PEFT).
         share_prompts: a prompt that generate() repeats, for beams or several samples, is computed once and its rows
             share its blocks. On by default; enabling again can change it.
+        compile: whether generate() compiles the decode step. By default it does where transformers compiles: on GPUs,
+            and where a `CompileConfig` asks for it. Enabling again can change it.
 
     Returns:
         The same model.
@@ -52,8 +60,11 @@ def enable_paged_attention(model: torch.nn.Module, *, share_prompts: bool | None
     core = _find_model(model)
     if share_prompts is None:
         share_prompts = vars(core).get(SHARES_PROMPTS, True)
+    if compile is None:
+        compile = vars(core).get(COMPILES)
     if _STATE in vars(core):
         setattr(core, SHARES_PROMPTS, share_prompts)
+        setattr(core, COMPILES, compile)
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
     refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
@@ -79,6 +90,7 @@ def enable_paged_attention(model: torch.nn.Module, *, share_prompts: bool | None
         raise
     setattr(core, _STATE, state)
     setattr(core, SHARES_PROMPTS, share_prompts)
+    setattr(core, COMPILES, compile)
     return model
 
 
@@ -90,25 +102,29 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     """
     core = _find_model(model)
     state = vars(core).pop(_STATE, None)
-    vars(core).pop(SHARES_PROMPTS, None)
+    for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE):
+        vars(core).pop(name, None)
     if state is not None:
         _restore(core, state)
     return model
 
 
 @contextmanager
-def paged_attention(model: torch.nn.Module, *, share_prompts: bool | None = None) -> Iterator[torch.nn.Module]:
+def paged_attention(
+    model: torch.nn.Module, *, share_prompts: bool | None = None, compile: bool | None = None
+) -> Iterator[torch.nn.Module]:
     """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
     enabled before stays so. Arguments as for `enable_paged_attention`."""
-    before = vars(_find_model(model)).get(SHARES_PROMPTS)
-    enable_paged_attention(model, share_prompts=share_prompts)
+    core = _find_model(model)
+    before = {name: vars(core).get(name) for name in (SHARES_PROMPTS, COMPILES)} if _STATE in vars(core) else None
+    enable_paged_attention(model, share_prompts=share_prompts, compile=compile)
     try:
         yield model
     finally:
         if before is None:
             disable_paged_attention(model)
         else:
-            enable_paged_attention(model, share_prompts=before)
+            vars(core).update(before)
 
 
 def _restore(model: PreTrainedModel, state: _Enabled) -> None:
@@ -131,18 +147,50 @@ def _find_model(model: torch.nn.Module) -> PreTrainedModel:
     raise TypeError(f"paged attention is enabled on a transformers model, not on {type(model).__name__}")
 
 
-def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
     cache = cache_of(kwargs)
     if cache is None:
-        return
+        return None
+    # The model, or its forward(), may have been compiled by the user.
+    is_compiled = torch.compiler.is_compiling() or hasattr(module.forward, "_torchdynamo_orig_callable")
+    return _begin_pass(module, cache, args, kwargs, is_compiled)
+
+
+@torch.compiler.disable(reason=ON_THE_HOST)
+def _begin_pass(
+    module: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: dict[str, Any], is_compiled: bool
+) -> tuple[tuple, dict] | None:
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
     cache.enter_pass()
+    if is_compiled and may_compile(module, cache, args, kwargs):
+        try:
+            prepared = prepare_step(module, cache, args, kwargs, by_hooks=True)
+        except BaseException:
+            cache.leave_pass(failed=True)
+            raise
+        if prepared is not None:
+            return args, prepared
+    return None
 
 
-def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    # This hook is called after an exception too, then without an output; not after a KeyboardInterrupt, which
+    # generate() and the next pass take care of.
+    step_cache = step_cache_of(kwargs)
+    if step_cache is not None:
+        return _end_step(step_cache, output) if step_cache.by_hooks else None
     cache = cache_of(kwargs)
     if cache is not None:
-        # This hook is called after an exception too, then without an output; not after a KeyboardInterrupt, which
-        # generate() and the next pass take care of.
-        cache.leave_pass(failed=output is None)
+        _end_pass(cache, output)
+    return None
+
+
+@torch.compiler.disable(reason=ON_THE_HOST)
+def _end_pass(cache: PagedCache, output: Any) -> None:
+    cache.leave_pass(failed=output is None)
+
+
+@torch.compiler.disable(reason=ON_THE_HOST)
+def _end_step(step_cache: StepCache, output: Any) -> Any:
+    return end_step(step_cache, output)
