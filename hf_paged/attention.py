@@ -18,8 +18,9 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from hf_paged.cache import CachedLength
+from hf_paged.host import on_the_host
 from hf_paged.kernels.ops import decode_step
-from hf_paged.layer import HANDLE, ON_THE_HOST, Handle, PagedLayer
+from hf_paged.layer import HANDLE, Handle, PagedLayer
 from hf_paged.step_cache import StepHandle
 
 IMPLEMENTATION = "hf_paged"
@@ -65,7 +66,7 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     return _begin_masked(offset, kwargs)
 
 
-@torch.compiler.disable(reason=ON_THE_HOST)
+@on_the_host
 def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor | None:
     cache = offset.cache()
     if cache is None:
@@ -161,7 +162,7 @@ def paged_attention_forward(
     return attend(handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
 
 
-@torch.compiler.disable(reason=ON_THE_HOST)
+@on_the_host
 def _attend_on_host(
     handle: Handle,
     module: torch.nn.Module,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hf_paged.layer import ON_THE_HOST, PagedLayer, allocate
+from hf_paged.host import on_the_host
+from hf_paged.layer import PagedLayer, allocate
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool, LayerGroup
 from hf_paged.rows import Rows
@@ -108,10 +109,13 @@ class PagedCache(Cache):
         self._rows = rows
         self._kinds, self._kwargs = list(kinds), list(kwargs)
         self._in_pass = False
+        self.after_pass: Callable[[], object] | None = None
+        """Called once at the end of a forward pass."""
         self._asks_to_compile = False
         self._backends: tuple[str, ...] = ()  # of the layers, once they have all stored something
-        self._read_mask: weakref.ref[torch.Tensor] | None = None
-        self._known_mask: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._mask_before: Callable[[], torch.Tensor | None] = _nothing  # of the step before, as it was passed
+        self._known_mask: tuple[Callable[[], torch.Tensor | None], int] | None = None
+        self._only_extends = False
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
@@ -124,7 +128,7 @@ class PagedCache(Cache):
     # What transformers calls -------------------------------------------------------------------------------------
 
     # What follows runs on the host between the layers: under torch.compile the graph breaks around it.
-    @torch.compiler.disable(reason=ON_THE_HOST)
+    @on_the_host
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +143,7 @@ class PagedCache(Cache):
             ) from None
         return layer.update(key_states, value_states, *args, **kwargs)
 
-    @torch.compiler.disable(reason=ON_THE_HOST)
+    @on_the_host
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The padded length; as `CachedLength`, so that the mask function knows whose it is."""
         length = CachedLength(self.get_seq_length(layer_idx))
@@ -441,7 +445,38 @@ class PagedCache(Cache):
         if found.user is not None and found.user is not self and found.user._in_pass:
             return None  # a forward pass within a forward pass
         found.prepare(self, step)
+        step.in_graph = True
         return found
+
+    @contextmanager
+    def expecting(self, mask: torch.Tensor | None) -> Iterator[bool]:
+        """Within, a step is begun for which `mask` is passed to the model. If it is known what is in it, it is not
+        read, and this gives True."""
+        step, known, self._known_mask = self._rows.step, self._known_mask, None
+        self._only_extends = (
+            mask is not None
+            and known is not None
+            and known[0]() is mask
+            and known[1] == mask._version
+            and step is not None
+            and step.in_graph
+            and mask.shape == (self._rows.num_rows, step.end + 1)
+        )
+        try:
+            yield self._only_extends
+        finally:
+            self._only_extends = False
+        self._mask_before = _nothing if mask is None else weakref.ref(mask)
+
+    def begin_as_before(self) -> None:
+        """Begin a step of one token a row whose masks mean the same as those of the step before, which a graph ran."""
+        step = self.begin_step(self._rows.num_rows, 1, None)
+        step.plain_groups = set(range(len(self.pool.groups)))
+
+    def note_extended(self, before: Any, after: Any) -> None:
+        """Note that `after` is the mask `before` and a 1 in every row, if that was the mask of the last step."""
+        if before is not None and before is self._mask_before() and not after.is_inference():
+            self._known_mask = weakref.ref(after), after._version
 
     def graph_has_run(self) -> None:
         """Note that a compiled graph has stored the step's tokens in every layer."""
@@ -460,7 +495,9 @@ class PagedCache(Cache):
         Raises:
             OutOfBlocksError, ValueError, RuntimeError: as `Rows.begin` and `Rows.allocate`.
         """
-        mask = None if attention_mask is None else attention_mask.detach().cpu().numpy()
+        # Reading a mask waits for the device.
+        is_read = attention_mask is not None and not self._only_extends
+        mask = attention_mask.detach().cpu().numpy() if is_read else None
         self._read_ended()
         rows = self._rows
         step = rows.step
@@ -475,7 +512,7 @@ class PagedCache(Cache):
             and (mask is None or np.array_equal(mask, step.mask))
         ):
             return step
-        step = rows.begin(num_rows, q_len, mask, sees_mask=True)
+        step = rows.begin(num_rows, q_len, mask, sees_mask=True, extends=self._only_extends)
         if self.pool.is_sized:
             allocate(rows, step)
         else:
@@ -490,7 +527,7 @@ class PagedCache(Cache):
     def enter_pass(self) -> None:
         """A forward pass begins whose end will be told by `leave_pass`."""
         if self._in_pass:  # the one before was interrupted in a way that no hook is told of
-            self._rows.undo_open()
+            self.leave_pass(failed=True)
         self._close_step()
         self._in_pass = True
 
@@ -499,6 +536,9 @@ class PagedCache(Cache):
         if not self._in_pass:
             return  # what failed was something else, and the step of a pass that nobody watched is complete
         self._in_pass = False
+        if self.after_pass is not None:
+            after, self.after_pass = self.after_pass, None
+            after()
         if failed:
             self._rows.undo_open()
         else:
@@ -556,6 +596,10 @@ class PagedCache(Cache):
             else:
                 twin.layers[index] = copy.deepcopy(layer, memo)
         return twin
+
+
+def _nothing() -> None:
+    return None
 
 
 def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:

@@ -16,12 +16,6 @@ from hf_paged.storage import LayerStorage
 HANDLE = "_hf_paged_handle"
 """Attribute under which `PagedLayer.update` leaves a `Handle` on the tensors that it returns."""
 
-ON_THE_HOST = (
-    "a PagedCache keeps its books on the host between the layers, so that only its decode steps can be compiled in one "
-    "piece. Leave out fullgraph=True, or let generate() compile: enable_paged_attention(model, compile=True)"
-)
-"""What torch says where it is told to make one graph of all."""
-
 
 class Handle:
     """What `PagedLayer.update` leaves on the key and the value it returns, for the attention function.

@@ -72,6 +72,8 @@ class StepPlan:
     build_mask: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
     """Per group that was handed None: makes the mask after all, for the dense way."""
     allocated: bool = False
+    in_graph: bool = False
+    """A compiled graph runs it."""
     closed: bool = False
     """The forward pass that this plan belongs to has ended well."""
     growths: list[Growth] = field(default_factory=list)

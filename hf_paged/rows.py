@@ -91,12 +91,15 @@ class Rows:
 
     # One step ---------------------------------------------------------------------------------------------------
 
-    def begin(self, num_rows: int, q_len: int, mask: np.ndarray | None, *, sees_mask: bool) -> StepPlan:
+    def begin(
+        self, num_rows: int, q_len: int, mask: np.ndarray | None, *, sees_mask: bool, extends: bool = False
+    ) -> StepPlan:
         """Plan a forward pass of `q_len` new positions in each of `num_rows` rows. Allocates nothing yet.
 
         Args:
             mask: `[num_rows, length + q_len]` bool, True for real tokens; None where every position is real.
             sees_mask: whether `mask` says all there is to know. If not, every new position is stored.
+            extends: instead of passing `mask`: it is that of the step before, and True for what is new.
 
         Raises:
             ValueError: other rows than the cache holds, a mask of the wrong size, or one that unmasks a position
@@ -125,6 +128,8 @@ class Rows:
                     "enable_paged_attention(model) on for this cache and pass a 2-D attention_mask, or start from a "
                     "new cache"
                 )
+        elif extends:
+            pass
         elif mask is None:
             if self._has_holes and not self._unmasked[:, :start].all():
                 raise ValueError(
@@ -325,6 +330,8 @@ class Rows:
 
     def _compare(self, past: np.ndarray) -> bool:
         """Whether `past`, the mask of what is stored, hides stored tokens. Raises if it shows what never was."""
+        if not self._has_holes and self._unmasked is self._stored:
+            return not past.all()
         unmasked = self._unmasked[:, : self.length]
         if np.array_equal(past, unmasked):
             return False

@@ -61,6 +61,7 @@ class StepGroup:
             self.positions = self._numbers[: num_rows * q_len].view(num_rows, q_len)
             self.context_lens = self._numbers[self._starts[1] :][:num_rows]
             self.length = self._numbers[self._starts[2]]
+        self._staged = self._numbers.numpy() if device.type == "cpu" else np.zeros(len(self._numbers), np.int32)
         for tensor in (self.positions, self.length):
             torch._dynamo.mark_static_address(tensor, guard=False)
         if q_len > 1:
@@ -90,26 +91,22 @@ class StepGroup:
             self._widen(1 << (width - 1).bit_length())
             self._table_stamp, moved = -1, True
         source, stamp = step.block_tables[self.group], step.table_stamps[self.group]
-        has_new_table = stamp != self._table_stamp
-        on_cpu = self.device.type == "cpu"
-        if has_new_table:
-            if on_cpu:
-                self.block_table.numpy()[:, :width] = source[:, :width]
-            else:
-                (table,) = send_together([torch.from_numpy(np.ascontiguousarray(source[:, :width]))], self.device)
-                self.block_table[:, :width] = table
+        if stamp != self._table_stamp:
             self._table_stamp = stamp
-        if on_cpu:
-            self.positions.numpy()[:] = step.positions
-            self.context_lens.numpy()[:] = step.context_lens
-            self.length.fill_(step.start)
+            self._send(self.block_table[:, :width], source[:, :width])
+        numbers = self._staged
+        for start, part in zip(self._starts, (step.positions.ravel(), step.context_lens, step.start), strict=True):
+            numbers[start : start + np.size(part)] = part
+        self._send(self._numbers, numbers)
+        if self.device.type == "cpu":
             self.plan.max_context = longest
-        else:
-            numbers = np.zeros(len(self._numbers), np.int32)
-            for start, part in zip(self._starts, (step.positions.ravel(), step.context_lens, step.start), strict=True):
-                numbers[start : start + np.size(part)] = part
-            self._numbers.copy_(send_together([torch.from_numpy(numbers)], self.device)[0])
         return moved
+
+    def _send(self, tensor: torch.Tensor, array: np.ndarray) -> None:
+        if self.device.type != "cpu":  # by way of pinned memory that nobody writes to before the copy is done
+            tensor.copy_(send_together([torch.from_numpy(np.ascontiguousarray(array))], self.device)[0])
+        elif array is not self._staged:
+            tensor.numpy()[:] = array
 
 
 class StepLayer(CacheLayerMixin):
@@ -191,8 +188,7 @@ class StepCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, StepLayer) and layer.group in moved:
                     layer.bind()
-        with torch.inference_mode(False):
-            self.mask = self._nan.expand(self.shape[0], 1, self.shape[1], step.end)
+        self.mask = self._nan.expand(self.shape[0], 1, self.shape[1], step.end)
         torch._dynamo.mark_dynamic(self.mask, 3)
         if self.shape[1] > 1:
             torch._dynamo.mark_dynamic(self.mask, 2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from hf_paged.cache import PagedCache
@@ -33,6 +34,8 @@ COMPILES = "_hf_paged_compiles"
 """Attribute of an enabled model: whether generate() compiles decode steps; None for where transformers would."""
 EAGER_BECAUSE = "_hf_paged_eager_because"
 """Attribute of an enabled model: why its decode steps are not compiled any more."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+"""Arguments that some models make masks from."""
 CANNOT_COMPILE = (TorchDynamoException, InductorError, ConstraintViolationError, NotImplementedError)
 
 
@@ -57,6 +60,19 @@ def meets_criteria(
 def compiled_call(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Callable:
     """transformers' compiled forward pass, for a PagedCache too."""
     return functools.partial(_forward, model, original(*args, **kwargs))
+
+
+def update_kwargs(
+    model: PreTrainedModel, original: Callable, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """transformers' step from one decode step's arguments to the next one's, which extends the mask."""
+    before = model_kwargs.get("attention_mask")
+    model_kwargs = original(outputs, model_kwargs, *args, **kwargs)
+    name = "_update_model_kwargs_for_generation"
+    cache = _bare_cache(model_kwargs)
+    if cache is not None and getattr(type(model), name) is getattr(GenerationMixin, name):
+        cache.note_extended(before, model_kwargs.get("attention_mask"))
+    return model_kwargs
 
 
 def decodes_eagerly(model: PreTrainedModel, cache: PagedCache) -> bool:
@@ -129,17 +145,20 @@ def prepare_step(
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return None
     create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
-    create(
-        config=model.config,
-        inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
-        attention_mask=mask,
-        position_ids=kwargs.get("position_ids"),
-        token_type_ids=kwargs.get("token_type_ids"),
-        mm_token_type_ids=kwargs.get("mm_token_type_ids"),
-        block_sequence_ids=kwargs.get("block_sequence_ids"),
-        is_first_iteration=False,
-        **{cache_keyword(model): cache},
-    )
+    token_types = {name: kwargs.get(name) for name in TOKEN_TYPES}
+    with cache.expecting(mask) as only_extends:
+        if only_extends and all(types is None for types in token_types.values()):
+            cache.begin_as_before()
+        else:
+            create(
+                config=model.config,
+                inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
+                attention_mask=mask,
+                position_ids=kwargs.get("position_ids"),
+                is_first_iteration=False,
+                **token_types,
+                **{cache_keyword(model): cache},
+            )
     step_cache = cache.step_cache()
     if step_cache is None:
         return None
@@ -167,6 +186,35 @@ def end_step(step_cache: StepCache, output: Any) -> Any:
         if value is step_cache:
             output[name] = cache
     return output
+
+
+class _EagerPasses:
+    """Forward passes that run without torch.compile although the user has compiled the model's forward()."""
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._stance = threading.Lock(), 0, None
+
+    def begin(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._count += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._stance.__exit__(None, None, None)
+
+
+_eager_passes = _EagerPasses()
+
+
+def run_eagerly(cache: PagedCache) -> None:
+    """Let the forward pass that has just begun run as if its forward() were not compiled: it is a prompt, or what else
+    no graph can run, and would be one graph after the other, or an error where fullgraph=True."""
+    _eager_passes.begin()
+    cache.after_pass = _eager_passes.end
 
 
 def step_cache_of(kwargs: dict[str, Any]) -> StepCache | None:

@@ -17,9 +17,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
 from hf_paged.cache import PagedCache
-from hf_paged.layer import ON_THE_HOST
+from hf_paged.host import on_the_host
 from hf_paged.patches.calls import SHARES_PROMPTS, cache_of
-from hf_paged.patches.compiled import COMPILES, EAGER_BECAUSE, end_step, may_compile, prepare_step, step_cache_of
+from hf_paged.patches.compiled import (
+    COMPILES,
+    EAGER_BECAUSE,
+    end_step,
+    may_compile,
+    prepare_step,
+    run_eagerly,
+    step_cache_of,
+)
 from hf_paged.patches.generation import patch_generation, unpatch_generation
 from hf_paged.step_cache import StepCache
 
@@ -151,27 +159,32 @@ def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     cache = cache_of(kwargs)
     if cache is None:
         return None
-    # The model, or its forward(), may have been compiled by the user.
-    is_compiled = torch.compiler.is_compiling() or hasattr(module.forward, "_torchdynamo_orig_callable")
-    return _begin_pass(module, cache, args, kwargs, is_compiled)
+    return _begin_pass(module, cache, args, kwargs, torch.compiler.is_compiling())
 
 
-@torch.compiler.disable(reason=ON_THE_HOST)
+@on_the_host
 def _begin_pass(
-    module: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: dict[str, Any], is_compiled: bool
+    module: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: dict[str, Any], is_in_graph: bool
 ) -> tuple[tuple, dict] | None:
     if kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
     cache.enter_pass()
-    if is_compiled and may_compile(module, cache, args, kwargs):
-        try:
-            prepared = prepare_step(module, cache, args, kwargs, by_hooks=True)
-        except BaseException:
-            cache.leave_pass(failed=True)
-            raise
-        if prepared is not None:
-            return args, prepared
-    return None
+    # The user may have compiled the model, this hook included, or its forward() alone.
+    has_compiled_forward = not is_in_graph and hasattr(module.forward, "_torchdynamo_orig_callable")
+    if not is_in_graph and not has_compiled_forward:
+        return None
+    try:
+        prepared = (
+            prepare_step(module, cache, args, kwargs, by_hooks=True)
+            if may_compile(module, cache, args, kwargs)
+            else None
+        )
+        if prepared is None and has_compiled_forward:
+            run_eagerly(cache)
+    except BaseException:
+        cache.leave_pass(failed=True)
+        raise
+    return None if prepared is None else (args, prepared)
 
 
 def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -186,11 +199,11 @@ def _after_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any],
     return None
 
 
-@torch.compiler.disable(reason=ON_THE_HOST)
+@on_the_host
 def _end_pass(cache: PagedCache, output: Any) -> None:
     cache.leave_pass(failed=output is None)
 
 
-@torch.compiler.disable(reason=ON_THE_HOST)
+@on_the_host
 def _end_step(step_cache: StepCache, output: Any) -> Any:
     return end_step(step_cache, output)

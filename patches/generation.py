@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.calls import SHARES_PROMPTS, Call, cache_of, current_call, running_calls
-from hf_paged.patches.compiled import compiled_call, meets_criteria
+from hf_paged.patches.compiled import compiled_call, meets_criteria, update_kwargs
 from hf_paged.patches.prompts import begin_kept, check_prompt, end_kept, expand_inputs, prefill
 
 
@@ -162,4 +162,5 @@ _REPLACEMENTS = {
     "_prefill": prefill,
     "_valid_auto_compile_criteria": meets_criteria,
     "get_compiled_call": compiled_call,
+    "_update_model_kwargs_for_generation": update_kwargs,
 }

@@ -107,7 +107,7 @@ def measure_decode(
 
     say = progress or (lambda text: None)
     say(f"prefill of {max(point.length for point in points):,} tokens")
-    prefix = _prefill(model, max(point.length for point in points))
+    prefix = prefill(model, max(point.length for point in points))
     twin = share_weights(model)
     enable_paged_attention(twin)
 
@@ -135,7 +135,7 @@ def measure_decode(
             kv_bytes=kv_bytes,
             read_bandwidth=measure_read_bandwidth(kv_bytes, model.device),
             logit_difference=difference,
-            tolerance=16 * torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 1e-3,
+            tolerance=tolerance_of(model),
         )
 
 
@@ -168,8 +168,8 @@ def _measure_point(
         PAGED: PagedCache(model.config, block_size=block_size, num_blocks=blocks),
     }
     for cache in caches.values():
-        _fill(cache, prefix, point)
-    ids = _random_ids(model, (point.batch, room))
+        fill(cache, prefix, point)
+    ids = random_ids(model, (point.batch, room))
     decoders = {name: _Decoder(models[name], caches[name], point.length, ids) for name in caches}
     comparison = compare(
         {name: lambda decoder=decoder: decoder.run(steps) for name, decoder in decoders.items()},
@@ -179,8 +179,18 @@ def _measure_point(
         sync=synchronizer(model.device),
         progress=progress,
     )
-    want, got = decoders[DYNAMIC].logits.float(), decoders[PAGED].logits.float()
-    return comparison, ((got - want).abs().max() / want.abs().max()).item()
+    return comparison, relative_difference(decoders[PAGED].logits, decoders[DYNAMIC].logits)
+
+
+def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    got, want = got.float(), want.float()
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+def tolerance_of(model: PreTrainedModel) -> float:
+    """What the relative difference of logits may be, for the model's dtype."""
+    return 16 * torch.finfo(model.dtype).eps if model.dtype != torch.float32 else 1e-3
 
 
 class _Decoder:
@@ -210,25 +220,25 @@ class _Decoder:
 
 
 @torch.no_grad()
-def _prefill(model: PreTrainedModel, length: int, chunk: int = 512) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def prefill(model: PreTrainedModel, length: int, chunk: int = 512) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of one row of random tokens, by layer: two tensors `[1, kv_heads, length, head_dim]` each."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    for ids in _random_ids(model, (1, length)).split(chunk, dim=1):
+    for ids in random_ids(model, (1, length)).split(chunk, dim=1):
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 @torch.no_grad()
-def _fill(cache: Cache, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]], point: DecodePoint) -> None:
+def fill(cache: Cache, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]], point: DecodePoint) -> None:
     """Store the first `point.length` tokens of `prefix` in every row."""
     for index, pair in enumerate(prefix):
         key, value = (t[:, :, : point.length].repeat(point.batch, 1, 1, 1) for t in pair)
         cache.update(key, value, index)
 
 
-def _random_ids(model: PreTrainedModel, shape: tuple[int, int]) -> torch.Tensor:
+def random_ids(model: PreTrainedModel, shape: tuple[int, int]) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     return torch.randint(vocabulary, shape, generator=generator).to(model.device)
