@@ -30,6 +30,7 @@ IGNORED = frozenset(
     {
         # Passed along by models for other implementations or other modules; they do not change what is attended to:
         # order and padding come from the plan of the step, and rotary positions are in the keys already.
+        "assistant_tokenizer",
         "cache",
         "cache_position",
         "hidden_states",
@@ -46,6 +47,7 @@ IGNORED = frozenset(
         "position_ids",
         "return_dict",
         "token_type_ids",
+        "tokenizer",
         "use_cache",
     }
 )

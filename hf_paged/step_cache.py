@@ -79,6 +79,12 @@ class StepGroup:
             self.block_table, self.context_lens, self.positions, max_context=width * self.block_size, is_static=True
         )
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block table can name. It stays what it is for many steps: a CUDA graph is recorded
+        anew for every number that a graph reads."""
+        return self.block_table.shape[1] * self.block_size
+
     def fill(self, step: StepPlan) -> bool:
         """Write a step's plan into the tensors.
 
@@ -173,8 +179,7 @@ class StepCache(Cache):
         with torch.inference_mode(False):
             # NaN takes no memory, and whoever computes with it instead of passing it on sees so.
             self._nan = torch.full((), float("nan"), dtype=first.blocks.dtype, device=first.blocks.device)
-        self.mask = self._nan
-        """`[rows, 1, q_len, padded length]`: stands for the attention mask, which is in the plan."""
+        self._make_mask()
         self.user: PagedCache | None = None
         """Whose step is in the tensors, until it has ended."""
         self.by_hooks = False
@@ -188,7 +193,12 @@ class StepCache(Cache):
             for layer in self.layers:
                 if isinstance(layer, StepLayer) and layer.group in moved:
                     layer.bind()
-        self.mask = self._nan.expand(self.shape[0], 1, self.shape[1], step.end)
+            self._make_mask()
+
+    def _make_mask(self) -> None:
+        with torch.inference_mode(False):
+            self.mask = self._nan.expand(self.shape[0], 1, self.shape[1], self.first.capacity)
+        """`[rows, 1, q_len, capacity]`: stands for the attention mask, which is in the plan."""
         torch._dynamo.mark_dynamic(self.mask, 3)
         if self.shape[1] > 1:
             torch._dynamo.mark_dynamic(self.mask, 2)
@@ -201,7 +211,8 @@ class StepCache(Cache):
         """Hand the new tokens on to the attention function, which stores them.
 
         Returns:
-            Tensors of the shape that all keys and values have; NaN that takes no memory.
+            Tensors of the shape of all keys and values that the block table has room for, as a StaticCache gives; NaN
+            that takes no memory.
         """
         layer = self.layers[layer_idx]
         rows, kv_heads, _, key_dim = key_states.shape
@@ -214,9 +225,9 @@ class StepCache(Cache):
         ):
             raise NotImplementedError("the layer stores other keys and values than before")
         nan = key_states.new_full((), float("nan"))
-        length = self.mask.shape[-1]
-        keys = nan.expand(rows, kv_heads, length, key_dim)
-        values = value_states.new_full((), float("nan")).expand(rows, kv_heads, length, value_dim)
+        capacity = layer.group.capacity
+        keys = nan.expand(rows, kv_heads, capacity, key_dim)
+        values = value_states.new_full((), float("nan")).expand(rows, kv_heads, capacity, value_dim)
         handle = StepHandle(self, layer, key_states, value_states)
         setattr(keys, HANDLE, handle)
         setattr(values, HANDLE, handle)
@@ -230,7 +241,7 @@ class StepCache(Cache):
         return self.first.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self.mask.shape[-1], 0
+        return self.first.capacity, 0
 
 
 def _aligned(count: int) -> int:

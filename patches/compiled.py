@@ -13,12 +13,12 @@ import copy
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
-from torch._inductor.exc import InductorError
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 from transformers import CompileConfig, GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
@@ -36,7 +36,14 @@ EAGER_BECAUSE = "_hf_paged_eager_because"
 """Attribute of an enabled model: why its decode steps are not compiled any more."""
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 """Arguments that some models make masks from."""
-CANNOT_COMPILE = (TorchDynamoException, InductorError, ConstraintViolationError, NotImplementedError)
+GRAPHS = "_hf_paged_graphs"
+"""Attribute of an enabled model: its `_Graphs`."""
+CANNOT_COMPILE = (
+    TorchDynamoException,
+    ConstraintViolationError,
+    getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", TorchDynamoException),
+    NotImplementedError,  # of our attention function, which torch passes on
+)
 
 
 def meets_criteria(
@@ -57,9 +64,65 @@ def meets_criteria(
     return not decodes_eagerly(model, cache)
 
 
-def compiled_call(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Callable:
-    """transformers' compiled forward pass, for a PagedCache too."""
-    return functools.partial(_forward, model, original(*args, **kwargs))
+def compiled_call(
+    model: PreTrainedModel, original: Callable, compile_config: CompileConfig | None = None, *args: Any, **kwargs: Any
+) -> Callable:
+    """transformers' compiled forward pass; for a PagedCache one that is ours."""
+    call = original(compile_config, *args, **kwargs)
+    if not hasattr(call, "_torchdynamo_orig_callable"):
+        return call  # transformers compiles no such model
+    config = compile_config or getattr(model.generation_config, "compile_config", None) or CompileConfig()
+    graphs = vars(model).get(GRAPHS)
+    if graphs is None or graphs.config != config:
+        graphs = _Graphs(config)
+        setattr(model, GRAPHS, graphs)
+    return functools.partial(_forward, model, call, graphs)
+
+
+class _Graphs:
+    """The compiled forward passes of a model, one for each shape of a step.
+
+    torch counts graphs, and stops at a limit, by the code object that they were made from, which all models of
+    transformers share. Here each shape has a code object of its own, and there are as many as torch would allow.
+    """
+
+    def __init__(self, config: CompileConfig) -> None:
+        self.config = config
+        self._calls: dict[tuple[int, bool], Callable] = {}
+        self._limit_was_told = False
+
+    def __deepcopy__(self, memo: dict) -> _Graphs:
+        return _Graphs(self.config)  # what was compiled is the other model
+
+    def find(self, model: PreTrainedModel, num_rows: int, q_len: int) -> Callable | None:
+        """The compiled forward pass for steps of this shape; None where there are as many as there may be.
+
+        Several tokens a row share a graph, whatever their number."""
+        shape = (num_rows, q_len > 1)
+        call = self._calls.get(shape)
+        if call is None:
+            limit = getattr(torch._dynamo.config, "recompile_limit", 8)
+            if len(self._calls) >= limit:
+                if not self._limit_was_told:
+                    self._limit_was_told = True
+                    logger.warning(
+                        "%s has been compiled for %d batch sizes; others decode without torch.compile "
+                        "(torch._dynamo.config.recompile_limit is how many there may be)",
+                        *(type(model).__name__, limit),
+                    )
+                return None
+            call = self._calls[shape] = torch.compile(_code_of_its_own(model), **self.config.to_dict())
+        return call
+
+
+def _code_of_its_own(model: PreTrainedModel) -> Callable:
+    reference = weakref.ref(model)
+
+    def decode_step(**kwargs: Any) -> Any:
+        return reference()(**kwargs)
+
+    decode_step.__code__ = decode_step.__code__.replace()
+    return decode_step
 
 
 def update_kwargs(
@@ -92,12 +155,15 @@ def _stay_eager(model: PreTrainedModel, reason: str) -> None:
     logger.warning("%s decodes without torch.compile: %s", type(model).__name__, reason)
 
 
-def _forward(model: PreTrainedModel, compiled: Callable, **kwargs: Any) -> Any:
+def _forward(model: PreTrainedModel, compiled: Callable, graphs: _Graphs, **kwargs: Any) -> Any:
     """A forward pass of a generate() call that compiles."""
     cache = _bare_cache(kwargs)
     if cache is None:
         return compiled(**kwargs)
     if not may_compile(model, cache, (), kwargs):
+        return model(**kwargs)
+    compiled = graphs.find(model, *_ids_of((), kwargs).shape[:2])
+    if compiled is None:
         return model(**kwargs)
     cache.enter_pass()
     try:

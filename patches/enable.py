@@ -22,6 +22,7 @@ from hf_paged.patches.calls import SHARES_PROMPTS, cache_of
 from hf_paged.patches.compiled import (
     COMPILES,
     EAGER_BECAUSE,
+    GRAPHS,
     end_step,
     may_compile,
     prepare_step,
@@ -110,7 +111,7 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     """
     core = _find_model(model)
     state = vars(core).pop(_STATE, None)
-    for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE):
+    for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE, GRAPHS):
         vars(core).pop(name, None)
     if state is not None:
         _restore(core, state)

@@ -14,6 +14,7 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CompileConfig,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -163,12 +164,28 @@ def build_model(family: str, attn_implementation: str | None = None, seed: int =
 
 @contextlib.contextmanager
 def run_way(model: torch.nn.Module, way: str) -> Iterator[None]:
-    """Run a PagedCache one of `WAYS` within."""
+    """Run a PagedCache one of `WAYS` within, or `compiled`."""
     if way == "plain":
         yield
+    elif way == "compiled":
+        with paged_attention(model, compile=True), compiled_quickly(model):
+            yield
     else:
         with use_backend(way), paged_attention(model):
             yield
+
+
+@contextlib.contextmanager
+def compiled_quickly(model: Any) -> Iterator[None]:
+    """What generate() compiles within, it compiles in one graph or not at all, and without a code generator: graphs and
+    guards are the same."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    before = model.generation_config.compile_config
+    model.generation_config.compile_config = CompileConfig(backend="eager", mode="default", fullgraph=True)
+    try:
+        yield
+    finally:
+        model.generation_config.compile_config = before
 
 
 @contextlib.contextmanager

@@ -108,13 +108,13 @@ def test_decode_steps_of_both_caches_agree(tiny_llama: LlamaForCausalLM) -> None
 def test_a_wrong_result_is_noticed(tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.bench import decode
 
-    fill = decode._fill
+    fill = decode.fill
 
     def spoil(cache: object, prefix: list, point: DecodePoint) -> None:
         prefix = prefix if not hasattr(cache, "pool") else [(k, torch.zeros_like(v)) for k, v in prefix]
         fill(cache, prefix, point)
 
-    monkeypatch.setattr(decode, "_fill", spoil)
+    monkeypatch.setattr(decode, "fill", spoil)
     (result,) = measure_decode(tiny_llama, [DecodePoint(1, 40)], rounds=1, steps=1)
     assert not result.agrees
 
