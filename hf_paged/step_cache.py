@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_paged.kernels.ops import bind, blocks_of
 from hf_paged.layer import HANDLE, PagedLayer
@@ -170,7 +170,7 @@ class StepCache(Cache):
             layers=[
                 StepLayer(layer, self.groups[layer.group, layer.device])
                 if isinstance(layer, PagedLayer)
-                else DummyLayer()
+                else layer  # of a kind that holds nothing
                 for layer in layers
             ]
         )

@@ -38,6 +38,8 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
 """Arguments that some models make masks from."""
 GRAPHS = "_hf_paged_graphs"
 """Attribute of an enabled model: its `_Graphs`."""
+NOT_FOR_MODELS = ("tokenizer", "assistant_tokenizer")
+"""Arguments that generate() passes on although no model takes them, and no graph can."""
 CANNOT_COMPILE = (
     TorchDynamoException,
     ConstraintViolationError,
@@ -229,7 +231,9 @@ def prepare_step(
     if step_cache is None:
         return None
     step_cache.by_hooks = by_hooks
-    prepared = {name: step_cache if value is cache else value for name, value in kwargs.items()}
+    prepared = {
+        name: step_cache if value is cache else value for name, value in kwargs.items() if name not in NOT_FOR_MODELS
+    }
     prepared["attention_mask"] = step_cache.mask
     return prepared
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from helpers import (
     tiny_model,
 )
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import CompileConfig, DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 
 from hf_paged import (
     BlockPool,
@@ -205,7 +206,9 @@ def test_drafting_makes_few_graphs(llama: PreTrainedModel) -> None:
     for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 4}):
         for lengths in ((9,), (30,), (14,)):
             compiled(llama, lengths, max_new_tokens=30, **options)
-    assert 1 <= graphs() <= 3, "one for a token, two for more"
+    assert graphs() <= 3, "one for a token, two for more"
+    compiles = "get_compiled_call" in inspect.getsource(GenerationMixin._assisted_decoding)  # 5.17 does not
+    assert bool(graphs()) == compiles
 
 
 def test_prompts_in_chunks(llama: PreTrainedModel) -> None:
