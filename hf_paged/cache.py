@@ -114,8 +114,7 @@ class PagedCache(Cache):
         self._asks_to_compile = False
         self._backends: tuple[str, ...] = ()  # of the layers, once they have all stored something
         self._mask_before: Callable[[], torch.Tensor | None] = _nothing  # of the step before, as it was passed
-        self._known_mask: tuple[Callable[[], torch.Tensor | None], int] | None = None
-        self._only_extends = False
+        self._known_mask: tuple[Callable[[], torch.Tensor | None], int] = (_nothing, 0)
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
@@ -448,35 +447,31 @@ class PagedCache(Cache):
         step.in_graph = True
         return found
 
-    @contextmanager
-    def expecting(self, mask: torch.Tensor | None) -> Iterator[bool]:
-        """Within, a step is begun for which `mask` is passed to the model. If it is known what is in it, it is not
-        read, and this gives True."""
-        step, known, self._known_mask = self._rows.step, self._known_mask, None
-        self._only_extends = (
+    def only_extends(self, mask: torch.Tensor | None) -> bool:
+        """Whether `mask`, of the step to come, is known to be that of the step before, which a graph ran, and a 1 in
+        every row. Then it need not be read, which waits for the device."""
+        step, (known, version) = self._rows.step, self._known_mask
+        self._mask_before, self._known_mask = _weakly(mask), (_nothing, 0)
+        return (
             mask is not None
-            and known is not None
-            and known[0]() is mask
-            and known[1] == mask._version
+            and known() is mask
+            and version == mask._version
             and step is not None
             and step.in_graph
             and mask.shape == (self._rows.num_rows, step.end + 1)
         )
-        try:
-            yield self._only_extends
-        finally:
-            self._only_extends = False
-        self._mask_before = _nothing if mask is None else weakref.ref(mask)
 
-    def begin_as_before(self) -> None:
-        """Begin a step of one token a row whose masks mean the same as those of the step before, which a graph ran."""
-        step = self.begin_step(self._rows.num_rows, 1, None)
+    def begin_extended(self, num_rows: int) -> StepPlan:
+        """Begin a step of one token a row whose mask is that of the step before and a 1 in every row, and whose layers'
+        masks mean the same as then."""
+        step = self.begin_step(num_rows, 1, None, extends=True)
         step.plain_groups = set(range(len(self.pool.groups)))
+        return step
 
     def note_extended(self, before: Any, after: Any) -> None:
         """Note that `after` is the mask `before` and a 1 in every row, if that was the mask of the last step."""
         if before is not None and before is self._mask_before() and not after.is_inference():
-            self._known_mask = weakref.ref(after), after._version
+            self._known_mask = _weakly(after), after._version
 
     def graph_has_run(self) -> None:
         """Note that a compiled graph has stored the step's tokens in every layer."""
@@ -484,20 +479,21 @@ class PagedCache(Cache):
 
     # What the attention path calls --------------------------------------------------------------------------------
 
-    def begin_step(self, num_rows: int, q_len: int, attention_mask: torch.Tensor | None) -> StepPlan:
+    def begin_step(
+        self, num_rows: int, q_len: int, attention_mask: torch.Tensor | None, *, extends: bool = False
+    ) -> StepPlan:
         """Plan a forward pass whose padding mask is known, and allocate its blocks if the pool has been sized.
 
         A second call for the same pass (models with several kinds of layers make several masks) gives the same plan.
 
         Args:
             attention_mask: `[num_rows, length + q_len]` bool, or None.
+            extends: instead of passing the mask: it is that of the step before, and a 1 for what is new.
 
         Raises:
             OutOfBlocksError, ValueError, RuntimeError: as `Rows.begin` and `Rows.allocate`.
         """
-        # Reading a mask waits for the device.
-        is_read = attention_mask is not None and not self._only_extends
-        mask = attention_mask.detach().cpu().numpy() if is_read else None
+        mask = None if attention_mask is None else attention_mask.detach().cpu().numpy()
         self._read_ended()
         rows = self._rows
         step = rows.step
@@ -512,7 +508,7 @@ class PagedCache(Cache):
             and (mask is None or np.array_equal(mask, step.mask))
         ):
             return step
-        step = rows.begin(num_rows, q_len, mask, sees_mask=True, extends=self._only_extends)
+        step = rows.begin(num_rows, q_len, mask, sees_mask=True, extends=extends)
         if self.pool.is_sized:
             allocate(rows, step)
         else:
@@ -600,6 +596,10 @@ class PagedCache(Cache):
 
 def _nothing() -> None:
     return None
+
+
+def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return _nothing if tensor is None else weakref.ref(tensor)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:

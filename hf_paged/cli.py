@@ -40,8 +40,10 @@ class DType(StrEnum):
 class Part(StrEnum):
     attention = "attention"
     decode = "decode"
+    compiled = "compiled"
     memory = "memory"
     beams = "beams"
+    host = "host"
     launch = "launch"
 
 
@@ -146,9 +148,10 @@ def bench(
 ) -> None:
     """Measure speed and memory against transformers' DynamicCache.
 
-    Five parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
-    **memory**, the bytes that a batch of unequal prompts takes; **beams**, a whole beam search; **launch**, what
-    calling the GPU kernels costs the host, which needs no GPU. Both sides run in turn in one process, and their ratio
+    Seven parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
+    **compiled**, decode steps as generate() runs them, compiled (it takes minutes); **memory**, the bytes that a batch
+    of unequal prompts takes; **beams**, a whole beam search; **host**, what a step's books and Python cost;
+    **launch**, what calling the GPU kernels costs the host, which needs no GPU. Both sides run in turn in one process, and their ratio
     is taken round by round. Leave the machine alone meanwhile: other work shows in the spread.
     """
     with _errors(), _progress() as progress:
@@ -157,7 +160,8 @@ def bench(
         if output and not output.parent.is_dir():
             raise typer.BadParameter(f"the folder {output.parent} does not exist", param_hint="'--output'")
         progress("loading torch and transformers")
-        from hf_paged.bench.suite import PARTS, SuiteOptions, print_suite, run_suite
+        from hf_paged.bench.report import print_suite
+        from hf_paged.bench.suite import PARTS, SuiteOptions, run_suite
 
         parts = [part.value for part in only] if only else PARTS
         options = SuiteOptions(quick=quick, parts=parts, points=chosen, rounds=rounds, block_size=block_size)

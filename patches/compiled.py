@@ -212,21 +212,20 @@ def prepare_step(
     ids, mask = _ids_of(args, kwargs), kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return None
-    create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     token_types = {name: kwargs.get(name) for name in TOKEN_TYPES}
-    with cache.expecting(mask) as only_extends:
-        if only_extends and all(types is None for types in token_types.values()):
-            cache.begin_as_before()
-        else:
-            create(
-                config=model.config,
-                inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
-                attention_mask=mask,
-                position_ids=kwargs.get("position_ids"),
-                is_first_iteration=False,
-                **token_types,
-                **{cache_keyword(model): cache},
-            )
+    if cache.only_extends(mask) and all(types is None for types in token_types.values()):
+        cache.begin_extended(ids.shape[0])
+    else:
+        create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+        create(
+            config=model.config,
+            inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
+            attention_mask=mask,
+            position_ids=kwargs.get("position_ids"),
+            is_first_iteration=False,
+            **token_types,
+            **{cache_keyword(model): cache},
+        )
     step_cache = cache.step_cache()
     if step_cache is None:
         return None

@@ -13,7 +13,8 @@ from rich.console import Console
 from hf_paged.bench import harness
 from hf_paged.bench.decode import DYNAMIC, PAGED, DecodePoint, measure_decode, share_weights
 from hf_paged.bench.memory import LENGTHS, measure_memory
-from hf_paged.bench.suite import SuiteOptions, print_suite, run_suite
+from hf_paged.bench.report import print_suite
+from hf_paged.bench.suite import SuiteOptions, run_suite
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -119,6 +120,28 @@ def test_a_wrong_result_is_noticed(tiny_llama: LlamaForCausalLM, monkeypatch: py
     assert not result.agrees
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_where_nothing_can_be_compiled_the_suite_says_so(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    from hf_paged.bench import suite
+    from hf_paged.patches import compiled
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no compiler\nand why")
+
+    expected = "decode steps cannot be compiled: no compiler"
+    if is_refused:  # a model that goes on eagerly with a message, and so would be measured eagerly
+        monkeypatch.setattr(compiled, "CANNOT_COMPILE", RuntimeError)
+        monkeypatch.setattr(compiled._Graphs, "find", lambda *args: fails)
+        expected = "decode steps cannot be compiled: RuntimeError: no compiler"
+    else:
+        monkeypatch.setattr(suite, "measure_compiled", fails)
+    result = run_suite(tiny_llama, SuiteOptions(parts=["compiled"], points=[DecodePoint(1, 20)], rounds=1))
+    assert result.compiled_error == expected
+    assert not result.compiled
+
+
 @pytest.mark.smoke
 def test_memory_counts_real_tokens_and_whole_blocks(tiny_llama: LlamaForCausalLM) -> None:
     lengths, steps, size = (5, 33, 64), 3, 16
@@ -149,10 +172,12 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     saved = json.loads(json.dumps(result.as_dict()))
     assert saved["decode"][0]["length"] == 32 and saved["memory"]["tokens"] > 0
     assert saved["attention_us"][0]["paged"] > 0
-    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    assert saved["compiled"][0]["new_graphs"] == 1
+    assert saved["host"]["begin_us"] > 0
+    console = Console(width=140, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_suite(result, console)
     text = console.export_text()
-    for expected in ("One attention layer", "One decode step", "Memory of", "2 x 32"):
+    for expected in ("One attention layer", "One decode step", "paged compiled", "Memory of", "Host time", "2 x 32"):
         assert expected in text
 
 

@@ -82,10 +82,14 @@ def measure_compiled(
     Args:
         rounds: how often each side is timed.
         steps: decode steps in one timing.
+
+    Raises:
+        RuntimeError: torch.compile does not work here, or not for this model.
     """
     from transformers import CompileConfig
 
     from hf_paged import enable_paged_attention
+    from hf_paged.patches.compiled import EAGER_BECAUSE
 
     say = progress or (lambda text: None)
     say(f"prefill of {max(point.length for point in points):,} tokens")
@@ -117,6 +121,8 @@ def measure_compiled(
             sync=synchronizer(model.device),
             progress=lambda text, point=point: say(f"compiled {point}: {text}"),
         )
+        if EAGER_BECAUSE in vars(paged):
+            raise RuntimeError(vars(paged)[EAGER_BECAUSE])
         want = steppers[DYNAMIC].logits
         yield CompiledResult(
             point=point,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from hf_paged.bench.gpu.device import Bench
 from hf_paged.bench.gpu.recorder import Skip
 from hf_paged.bench.gpu.results import Result, Target
+
+if TYPE_CHECKING:
+    from hf_paged import BlockPool
 
 
 def measure_generate(bench: Bench) -> None:
@@ -42,6 +45,14 @@ def measure_generate(bench: Bench) -> None:
         target = Target("a step no slower than DynamicCache's", paged["times_dynamic"] >= 1) if bench.on_gpu else None
         return Result("", "", paged, target=target)
 
+    def compiled(batch: int) -> Result:
+        this = generation()
+        values = this.compiled(batch)
+        if not bench.on_gpu:
+            return Result("", "", values)
+        recorded = values["graphs"] == 1 and not values["cudagraph_skips"] and values["equal_tokens"] == 1
+        return Result("", "", values, target=Target("one graph, replayed as a CUDA graph, and equal tokens", recorded))
+
     def batched(batch: int) -> dict[str, Any]:
         return generation().batched(batch)
 
@@ -55,14 +66,15 @@ def measure_generate(bench: Bench) -> None:
     for batch in sizes.batches:
         label = f"{batch} x {sizes.prompt:,}"
         recorder.measure("generate", f"{label} generate_batch", partial(batched, batch), peer=True, cap=60.0)
-    left = sizes.static_cap
-    for batch in sizes.batches:  # last, since compilation is slow
-        name = f"{batch} x {sizes.prompt:,} StaticCache"
-        if left <= 0:
-            recorder.skip("generate", name, f"the {sizes.static_cap:.0f} s for StaticCache are used up")
-            continue
-        result = recorder.measure("generate", name, partial(static, batch), peer=True, cap=left)
-        left -= result.seconds
+    # Last, since compilation is slow.
+    for what, run, peer in (("PagedCache, compiled", compiled, False), ("StaticCache", static, True)):
+        left = sizes.compile_cap
+        for batch in sizes.batches:
+            name = f"{batch} x {sizes.prompt:,} {what}"
+            if left <= 0:
+                recorder.skip("generate", name, f"the {sizes.compile_cap:.0f} s for it are used up")
+                continue
+            left -= recorder.measure("generate", name, partial(run, batch), peer=peer, cap=left).seconds
 
 
 class Generation:
@@ -89,7 +101,9 @@ class Generation:
             torch.set_default_dtype(before)
         self.model.generation_config.pad_token_id = 0
         self.paged_model: Any = share_weights(self.model)
-        enable_paged_attention(self.paged_model)
+        enable_paged_attention(self.paged_model, compile=False)
+        self.compiled_model: Any = share_weights(self.model)
+        enable_paged_attention(self.compiled_model, compile=True)
         self.backends: set[str] = set()
         self.tokens: dict[int, Tensor] = {}
         """What DynamicCache gave, by batch."""
@@ -125,16 +139,44 @@ class Generation:
         )
         return Generated(tokens[:, ids.shape[1] :], began, clock.times, self._peak() - before)
 
-    def run_paged(self, batch: int, new_tokens: int) -> Generated:
+    def run_paged(self, batch: int, new_tokens: int, pool: BlockPool | None = None) -> Generated:
+        """With a pool, on the model that compiles its decode steps."""
         from hf_paged import PagedCache, use_backend
         from hf_paged.models import cache_keyword
 
-        blocks = batch * -(-(self.bench.sizes.prompt + new_tokens) // 16)
+        model = self.paged_model if pool is None else self.compiled_model
+        pool = self.pool(batch, new_tokens) if pool is None else pool
         with use_backend("triton"):
-            cache = PagedCache(self.paged_model.config, block_size=16, num_blocks=blocks)
-            generated = self.run(self.paged_model, batch, new_tokens, **{cache_keyword(self.paged_model): cache})
+            cache = PagedCache(model.config, pool=pool)
+            generated = self.run(model, batch, new_tokens, **{cache_keyword(model): cache})
         self.backends |= {layer.backend.name for layer in cache.layers}
         return generated
+
+    def pool(self, batch: int, new_tokens: int) -> BlockPool:
+        from hf_paged import BlockPool
+
+        return BlockPool(block_size=16, num_blocks=batch * -(-(self.bench.sizes.prompt + new_tokens) // 16))
+
+    def compiled(self, batch: int) -> dict[str, Any]:
+        """Compiled decode steps: once for compilation and recording, then timed, with caches on one pool."""
+        from torch._dynamo.utils import counters
+        from transformers import CompileConfig
+
+        from hf_paged.patches.compiled import EAGER_BECAUSE
+
+        on_gpu, new_tokens = self.bench.on_gpu, self.bench.sizes.new_tokens
+        config = CompileConfig(fullgraph=True) if on_gpu else CompileConfig(fullgraph=True, backend="eager", mode=None)
+        self.compiled_model.generation_config.compile_config = config
+        pool, graphs = self.pool(batch, new_tokens), counters["stats"]["unique_graphs"]
+        first, *runs = (self.run_paged(batch, new_tokens, pool) for _ in range(1 + self.bench.sizes.runs))
+        refused = vars(self.compiled_model).get(EAGER_BECAUSE)
+        if refused:
+            raise RuntimeError(f"decode steps were not compiled: {refused}")
+        return self.values(batch, runs) | {
+            "first_call_s": first.times[-1] - first.began,
+            "graphs": counters["stats"]["unique_graphs"] - graphs,
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        }
 
     def eager(self, batch: int, ways: dict[str, Callable[[int, int], Generated]]) -> dict[str, list[Generated]]:
         """Runs of each way, which take turns, after a short one each."""

@@ -50,7 +50,7 @@ class Sizes:
         prompts: (rows, tokens) of prefill.
         model: arguments of the config of a Llama.
         runs: timed calls of generate(), of each cache.
-        static_cap: seconds for StaticCache, compilation included.
+        compile_cap: seconds for each of PagedCache and StaticCache compiled, compilation included.
         host_calls: for the cost of a call on the host.
     """
 
@@ -79,7 +79,7 @@ class Sizes:
     prompt: int
     new_tokens: int
     runs: int
-    static_cap: float
+    compile_cap: float
     host_calls: int
 
 
@@ -119,7 +119,7 @@ GPU_SIZES = Sizes(
     prompt=1024,
     new_tokens=64,
     runs=3,
-    static_cap=90.0,
+    compile_cap=90.0,
     host_calls=1000,
 )
 
@@ -162,6 +162,6 @@ TOY_SIZES = Sizes(
     prompt=18,
     new_tokens=4,
     runs=1,
-    static_cap=20.0,
+    compile_cap=20.0,
     host_calls=3,
 )

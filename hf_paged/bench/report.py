@@ -1,0 +1,208 @@
+"""What `hf-paged bench` shows: a table for each part of a `SuiteResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from hf_paged.bench import compiled
+from hf_paged.bench.beams import BeamResult
+from hf_paged.bench.compiled import CompiledResult
+from hf_paged.bench.decode import DYNAMIC, PAGED, DecodeResult
+from hf_paged.bench.harness import Ratio, Timing
+from hf_paged.bench.host import LENGTH, ROWS, HostResult
+from hf_paged.bench.memory import TARGET, MemoryResult
+from hf_paged.bench.suite import AttentionResult, SuiteResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_suite(result: SuiteResult, console: Console) -> None:
+    """A table for each part."""
+    console.print(
+        f"[bold]{escape(result.model)}[/], {result.dtype}, {result.device}, blocks of {result.block_size} tokens",
+        highlight=False,
+    )
+    console.print(Text(str(result.machine), "dim"))
+    if result.attention:
+        _print_attention(result.attention, console)
+    if result.decode:
+        _print_decode(result.decode, console)
+    if result.compiled:
+        _print_compiled(result.compiled, console)
+    _print_error(result.compiled_error, console)
+    if result.memory:
+        _print_memory(result.memory, console)
+    if result.beams:
+        _print_beams(result.beams, console)
+    if result.host:
+        _print_host(result.host, console)
+    if result.launch:
+        _print_launch(result.launch, console)
+
+
+def _print_attention(results: Sequence[AttentionResult], console: Console) -> None:
+    first = results[0]
+    table = _table(f"One attention layer in decode: {first.heads} heads, {first.kv_heads} for KV, of {first.head_dim}")
+    for column in ("rows x context", "dynamic, us", "paged, us", "times as fast", "GB/s: paged", "plain read"):
+        table.add_column(column, justify="right")
+    for result in results:
+        figures = result.figures
+        table.add_row(
+            str(result.point),
+            f"{figures['cat_sdpa']:,.0f}",
+            f"{figures['paged']:,.0f}",
+            f"[bold]{figures['speedup']:.2f}[/]",
+            *(f"{figures['bytes'] / figures[name] / 1e3:.1f}" for name in ("decode", "read")),
+        )
+    console.print(table, highlight=False)
+    console.print("[dim]Medians over rounds; keys and values come from memory, not from a CPU cache.[/]")
+
+
+def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
+    table = _table("One decode step of the model")
+    for column in (
+        "rows x context",
+        "dynamic, ms",
+        "paged, ms",
+        "times as fast",
+        "GB/s: dynamic",
+        "paged",
+        "plain read",
+    ):
+        table.add_column(column, justify="right")
+    for result in results:
+        timings = result.comparison.timings
+        table.add_row(
+            str(result.point),
+            _milliseconds(timings[DYNAMIC]),
+            _milliseconds(timings[PAGED]),
+            _times(result.comparison.ratio(PAGED)),
+            *(_rate(result.context_bandwidth(name)) for name in (DYNAMIC, PAGED)),
+            f"{result.read_bandwidth / 1e9:.1f}",
+            style=None if result.agrees else "red",
+        )
+    console.print(table, highlight=False)
+    console.print(
+        "[dim]Dynamic is DynamicCache with sdpa, paged is PagedCache with paged attention. Times are medians ± the "
+        "distance between the quartiles; ratios are medians (quartiles) over the rounds. GB/s: the bytes of keys and "
+        "values over the time that the context adds to a step (– if that is less than the spread), and what the "
+        "machine reads of as many bytes in one piece.[/]",
+        highlight=False,
+    )
+    _print_disagreements(results, console)
+
+
+def _print_compiled(results: Sequence[CompiledResult], console: Console) -> None:
+    table = _table("One decode step as generate() runs it, compiled")
+    columns = ("rows x context", "dynamic, ms", "static compiled", "paged", "paged compiled")
+    for column in (*columns, "times as fast: as dynamic", "as static", "linears, ms"):
+        table.add_column(column, justify="right")
+    for result in results:
+        comparison = result.comparison
+        sides = (compiled.DYNAMIC, compiled.STATIC, compiled.PAGED_EAGER, compiled.PAGED)
+        table.add_row(
+            str(result.point),
+            *(_milliseconds(comparison.timings[side]) for side in sides),
+            *(_times(comparison.ratio(compiled.PAGED, side)) for side in (compiled.DYNAMIC, compiled.STATIC)),
+            f"{result.linear_seconds * 1e3:.1f}",
+            style=None if result.agrees else "red",
+        )
+    console.print(table, highlight=False)
+    graphs = ", ".join(str(result.graphs) for result in results)
+    console.print(
+        f"[dim]StaticCache is as long as its rows become, which it must be told. New graphs of PagedCache at these "
+        f"points, in turn: {graphs}. Linears: what all linear layers of the model take by themselves.[/]",
+        highlight=False,
+    )
+    _print_disagreements(results, console)
+
+
+def _print_disagreements(results: Sequence[DecodeResult | CompiledResult], console: Console) -> None:
+    for result in results:
+        if not result.agrees:
+            console.print(
+                f"[red]✗ at {result.point} the logits of the sides differ by {result.logit_difference:.2g} of the "
+                f"largest (allowed: {result.tolerance:.2g})[/]"
+            )
+
+
+def _print_host(result: HostResult, console: Console) -> None:
+    table = _table("Host time of decode steps on a CPU, us")
+    names = (f"beginning a step of {ROWS} x {LENGTH:,}", "the same, compiled", "a layer, 1 row", "of DynamicCache")
+    for column in (*names, "difference"):
+        table.add_column(column, justify="right")
+    table.add_row(
+        *(f"{value:.1f}" for value in (result.begin_us, result.begin_extended_us, result.layer_us)),
+        *(f"{value:.1f}" for value in (result.dynamic_layer_us, result.layer_difference_us)),
+    )
+    console.print(table, highlight=False)
+
+
+def _print_error(error: str | None, console: Console) -> None:
+    if error:
+        console.print(f"\n[dim]{escape(error)}[/]", highlight=False)
+
+
+def _print_memory(result: MemoryResult, console: Console) -> None:
+    table = _table(f"Memory of {len(result.lengths)} rows of {min(result.lengths)} to {max(result.lengths):,} tokens")
+    for column, justify in (("", "left"), ("MB", "right"), ("above the tokens", "right")):
+        table.add_column(column, justify=justify)
+    table.add_row(f"{result.tokens:,} real tokens", f"{result.token_bytes / 1e6:,.1f}", "")
+    good = "green" if result.paged_overhead <= TARGET else "yellow"
+    paged, dynamic = result.paged_bytes / 1e6, result.dynamic_bytes / 1e6
+    table.add_row("PagedCache, blocks in use at the peak", f"{paged:,.1f}", f"[{good}]{result.paged_overhead:.1%}[/]")
+    table.add_row("DynamicCache", f"{dynamic:,.1f}", f"{result.dynamic_overhead:.1%}")
+    console.print(table, highlight=False)
+
+
+def _print_beams(result: BeamResult, console: Console) -> None:
+    table = _table(
+        f"Beam search: {result.prompts} prompts of {result.length:,} tokens, {result.beams} beams, "
+        f"{result.new_tokens} new tokens"
+    )
+    for column in ("", "generate(), s", "KV at the peak, MB"):
+        table.add_column(column, justify="left" if not column else "right")
+    timings = result.comparison.timings
+    table.add_row("DynamicCache", f"{timings[DYNAMIC].median:.1f}", f"{result.dynamic_bytes / 1e6:,.0f}")
+    ratio = _times(result.comparison.ratio(PAGED))
+    paged = f"{result.paged_bytes / 1e6:,.0f} ({result.memory_share:.2f} of it)"
+    table.add_row("PagedCache", f"{timings[PAGED].median:.1f}, {ratio} times as fast", paged)
+    console.print(table, highlight=False)
+    if not result.agrees:
+        console.print("[red]✗ the tokens of both differ[/]")
+
+
+def _print_launch(result: Mapping[str, float | str], console: Console) -> None:
+    if "error" in result:
+        _print_error(str(result["error"]), console)
+        return
+    table = _table("Host time of a call of the Triton kernels, us, without the driver's own part")
+    for column in ("storing a step", "decode", "decode in several pieces"):
+        table.add_column(column, justify="right")
+    table.add_row(*(f"{result[name]:.1f}" for name in ("write_us", "decode_us", "decode_split_us")))
+    console.print(table, highlight=False)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
+
+
+def _milliseconds(timing: Timing) -> str:
+    return f"{timing.median * 1e3:.1f} ± {timing.iqr * 1e3:.1f}"
+
+
+def _times(ratio: Ratio) -> str:
+    low, high = ratio.quartiles
+    return f"[bold]{ratio.median:.2f}[/] ({low:.2f}-{high:.2f})"
+
+
+def _rate(bytes_per_second: float | None) -> str:
+    return "–" if bytes_per_second is None else f"{bytes_per_second / 1e9:.1f}"
