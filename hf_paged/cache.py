@@ -407,14 +407,22 @@ class PagedCache(Cache):
         """Why decode steps with this cache cannot be compiled, or None as far as is known."""
         if self._rows.has_state:
             return "the state of its linear attention layers is in the cache"
+        step = self._rows.step
+        was_seen = step is not None and step.closed and step.sees_mask
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 continue
-            if layer.hands_over is False:
+            if layer.hands_over is False or (was_seen and layer.hands_over is None):
                 return f"layer {layer.index} changes its keys or values after updating the cache"
             if layer.backend is not None and not layer.backend.serves_graphs(layer.device):
                 return f"the {layer.backend.name} kernels cannot be part of a compiled step on {layer.device.type}"
         return None
+
+    @property
+    def has_plain_step(self) -> bool:
+        """Whether the masks of the step that was begun say no more than causal order, windows and the padding."""
+        step = self._rows.step
+        return step is not None and len(step.plain_groups) == len(self.pool.groups)
 
     def step_cache(self) -> StepCache | None:
         """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
@@ -425,14 +433,14 @@ class PagedCache(Cache):
             or not step.allocated
             or step.must_be_dense
             or step.was_empty
-            or len(step.plain_groups) != len(self.pool.groups)
+            or not self.has_plain_step
             or any(mask is not None for mask in step.masks.values())
         ):
             return None
         if not self._backends:
             paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-            if not all(layer.is_initialized for layer in paged):
-                return None
+            if not all(layer.is_initialized and layer.hands_over for layer in paged):
+                return None  # before a first pass it is not known what the model does with what an update gives it
             self._backends = tuple(layer.backend.name for layer in paged)
         # A thread has its own: the tensors of a step must stay until it has run.
         key = (threading.get_ident(), rows.num_rows, step.q_len, self._backends)

@@ -151,8 +151,10 @@ def bench(
     Seven parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
     **compiled**, decode steps as generate() runs them, compiled (it takes minutes); **memory**, the bytes that a batch
     of unequal prompts takes; **beams**, a whole beam search; **host**, what a step's books and Python cost;
-    **launch**, what calling the GPU kernels costs the host, which needs no GPU. Both sides run in turn in one process, and their ratio
-    is taken round by round. Leave the machine alone meanwhile: other work shows in the spread.
+    **launch**, what calling the GPU kernels costs the host, which needs no GPU.
+
+    The sides run in turn in one process, and their ratio is taken round by round. Leave the machine alone meanwhile:
+    other work shows in the spread.
     """
     with _errors(), _progress() as progress:
         _check_block_size(block_size)

@@ -228,6 +228,8 @@ def prepare_step(
         )
     step_cache = cache.step_cache()
     if step_cache is None:
+        if not cache.has_plain_step:
+            _stay_eager(model, "its masks say more than causal order, a window and the padding")
         return None
     step_cache.by_hooks = by_hooks
     prepared = {

@@ -29,6 +29,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from hf_paged import PagedCache, paged_attention, use_backend
@@ -108,6 +110,27 @@ _BUILDERS: dict[str, Callable[..., tuple[type[PreTrainedModel], Any]]] = {
                     "num_local_experts": 4,
                     "num_experts_per_tok": 2,
                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+                | sizes
+            )
+        ),
+    ),
+    # Linear attention in three layers of four.
+    "qwen3_next": lambda **sizes: (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig(
+            **(
+                _SIZES
+                | {
+                    "num_hidden_layers": 4,
+                    "linear_num_key_heads": 2,
+                    "linear_num_value_heads": 4,
+                    "linear_key_head_dim": 16,
+                    "linear_value_head_dim": 16,
+                    "num_experts": 4,
+                    "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 32,
+                    "shared_expert_intermediate_size": 32,
                 }
                 | sizes
             )

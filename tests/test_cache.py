@@ -681,25 +681,9 @@ def test_a_step_that_fails_on_a_plain_model_is_noticed_by_the_next_call_and_undo
 @pytest.mark.parametrize(("undoing", "enabled"), [("failure", True), ("rollback", True), ("rollback", False)])
 @torch.no_grad()
 def test_recurrent_layers_are_put_back_with_the_rest_or_the_next_call_refuses(undoing, enabled):
-    config = transformers.Qwen3NextConfig(
-        vocab_size=199,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        initializer_range=0.2,
-    )
+    model = build_model("qwen3_next")
+    config = model.config
     assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
-    model = transformers.Qwen3NextForCausalLM(config).eval()
     (ids,) = random_prompts([8])[:1]
     cache = PagedCache(config, block_size=SIZE, num_blocks=8)
     with paged_attention(model) if enabled else contextlib.nullcontext():

@@ -99,25 +99,25 @@ def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
 
 
 def _print_compiled(results: Sequence[CompiledResult], console: Console) -> None:
-    table = _table("One decode step as generate() runs it, compiled")
-    columns = ("rows x context", "dynamic, ms", "static compiled", "paged", "paged compiled")
-    for column in (*columns, "times as fast: as dynamic", "as static", "linears, ms"):
+    table = _table("One decode step as generate() runs it, ms; * compiled")
+    for column in ("rows x context", "dynamic", "static*", "paged", "paged*", "as fast as dynamic", "as static*"):
         table.add_column(column, justify="right")
     for result in results:
         comparison = result.comparison
         sides = (compiled.DYNAMIC, compiled.STATIC, compiled.PAGED_EAGER, compiled.PAGED)
         table.add_row(
             str(result.point),
-            *(_milliseconds(comparison.timings[side]) for side in sides),
+            *(f"{comparison.timings[side].median * 1e3:.1f}" for side in sides),
             *(_times(comparison.ratio(compiled.PAGED, side)) for side in (compiled.DYNAMIC, compiled.STATIC)),
-            f"{result.linear_seconds * 1e3:.1f}",
             style=None if result.agrees else "red",
         )
     console.print(table, highlight=False)
     graphs = ", ".join(str(result.graphs) for result in results)
+    linears = {r.point.batch: f"{r.linear_seconds * 1e3:.1f} ms at batch {r.point.batch}" for r in results}
     console.print(
-        f"[dim]StaticCache is as long as its rows become, which it must be told. New graphs of PagedCache at these "
-        f"points, in turn: {graphs}. Linears: what all linear layers of the model take by themselves.[/]",
+        f"[dim]Medians, and medians (quartiles) of the ratios over the rounds. StaticCache is as long as its rows "
+        f"become, which it must be told. New graphs of PagedCache at these points, in turn: {graphs}. All linear "
+        f"layers by themselves: {', '.join(linears.values())}.[/]",
         highlight=False,
     )
     _print_disagreements(results, console)
