@@ -86,6 +86,7 @@ def compiled(model: PreTrainedModel, lengths: Any = RAGGED, cache: PagedCache | 
 # One graph ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_gives_the_tokens_of_the_ordinary_cache(family: str) -> None:
     model = build_model(family)
@@ -414,6 +415,7 @@ def decode_by_hand(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Pag
     return row_ids
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_forward_decodes_in_one_graph(fullgraph: bool) -> None:
     model = enable_paged_attention(build_model("llama"))
