@@ -98,7 +98,7 @@ def decode(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token a row over the row's stored tokens; see `reference.decode`."""
+    """Attention of one new token a row, or a few, over the row's stored tokens; see `reference.decode`."""
     native = storage.native
     if native.__class__ is not _NativeStorage:
         native = _NativeStorage(storage)

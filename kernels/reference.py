@@ -62,10 +62,10 @@ def decode(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one new token a row over the row's stored tokens, its own among them.
+    """Attention of one new token a row, or a few, over the row's stored tokens, themselves among them.
 
     Args:
-        query: `[rows, heads, 1, key_dim]`, any strides.
+        query: `[rows, heads, q_len, key_dim]`, any strides.
         scale: multiplies the scores.
         softcap: if given, a score `s` becomes `softcap * tanh(s / softcap)`.
         window: if given, only the last `window` stored tokens are seen.
@@ -73,9 +73,12 @@ def decode(
         alibi_slopes: `[heads]`, if given, what a score loses for each token between query and key (arXiv 2108.12409).
 
     Returns:
-        `[rows, 1, heads, value_dim]`, contiguous, in the query's dtype; zeros in rows whose position is -1.
+        `[rows, q_len, heads, value_dim]`, contiguous, in the query's dtype; zeros where the position is -1.
     """
-    rows, heads, _, _ = query.shape
+    rows, heads, q_len, _ = query.shape
+    if q_len > 1:
+        options = {"softcap": softcap, "window": window, "sinks": sinks, "alibi_slopes": alibi_slopes}
+        return prefill(query, query, query, storage, plan, scale=scale, **options)  # it looks keys and values up
     out = query.new_zeros(rows, 1, heads, storage.value_blocks.shape[-1])
     for row, length in enumerate(plan.context_lens.tolist()):
         if length and plan.positions[row, 0] >= 0:
