@@ -19,20 +19,23 @@ class BlockTable:
     """The blocks of one sequence, in order, and the number of tokens in them.
 
     Attributes:
-        blocks: physical block ids; entry `j` holds tokens `j * block_size` and up.
-        length: tokens in the sequence. Only the last block may be partly filled.
+        blocks: physical block ids; entry `j` holds tokens `(first + j) * block_size` and up.
+        first: blocks at the beginning that have left a sliding window and were returned.
+        length: tokens in the sequence, those that left included. Only the last block may be partly filled.
         is_parked: nobody is using the sequence now, so its blocks may be taken when others need them.
     """
 
-    __slots__ = ("blocks", "is_parked", "length")
+    __slots__ = ("blocks", "first", "is_parked", "length")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
+        self.first = 0
         self.length = 0
         self.is_parked = False
 
     def __repr__(self) -> str:
-        return f"BlockTable(length={self.length}, blocks={self.blocks})"
+        left = f", first={self.first}" if self.first else ""
+        return f"BlockTable(length={self.length}{left}, blocks={self.blocks})"
 
 
 @dataclass(slots=True)
@@ -128,7 +131,9 @@ class BlockAllocator:
         """How many tables hold `block`."""
         return self._references[block] if block < self._fresh else 0
 
-    def grow(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> Growth:
+    def grow(
+        self, tables: Sequence[BlockTable], counts: Sequence[int], needed_from: Sequence[int] | None = None
+    ) -> Growth:
         """Make room for `counts[i]` more tokens in each `tables[i]`: for all of them, or for none.
 
         A table takes a block only when its last one is full. A partly filled last block that others hold too is
@@ -137,6 +142,9 @@ class BlockAllocator:
         Args:
             tables: the tables to grow, each at most once.
             counts: tokens to add to each, 0 or more.
+            needed_from: the first token of each that is still needed, where a sliding window has left others behind.
+                Blocks of tokens before it are returned, at once usable for this growth, and `undo` does not bring them
+                back. A table that does not grow keeps all.
 
         Returns:
             The blocks to copy, the tables that changed, and what `undo` needs.
@@ -144,6 +152,42 @@ class BlockAllocator:
         Raises:
             OutOfBlocksError: not enough free blocks; nothing has changed.
         """
+        if needed_from is None:
+            return self._grow(tables, counts)
+        left = [
+            (table, self._leave(table, start))
+            for table, count, start in zip(tables, counts, needed_from, strict=True)
+            if count
+        ]
+        try:
+            return self._grow(tables, counts)
+        except BaseException:
+            for table, blocks in reversed(left):
+                self._come_back(table, blocks)
+            raise
+
+    def _leave(self, table: BlockTable, needed_from: int) -> list[int]:
+        """Return the blocks of tokens before `needed_from`."""
+        count = min(needed_from // self.block_size - table.first, len(table.blocks))
+        if count <= 0 or table.is_parked:
+            return []
+        left = table.blocks[:count]
+        del table.blocks[:count]
+        table.first += count
+        self._stamp += 1
+        self._drop(left)
+        return left
+
+    def _come_back(self, table: BlockTable, left: list[int]) -> None:
+        """Undo `_leave`, if nothing was taken since."""
+        for block in left:
+            if self._references[block] == 0:
+                self._free.remove(block)
+        self._hold(left)
+        table.blocks[:0] = left
+        table.first -= len(left)
+
+    def _grow(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> Growth:
         plan = self._plan_growth(tables, counts)
         if plan.needed > self.num_free:
             raise OutOfBlocksError(plan.needed, self.num_free, self.num_blocks, self.block_size)
@@ -221,7 +265,7 @@ class BlockAllocator:
                 raise ValueError("a parked table cannot grow; unpark it first")
             blocks, length = table.blocks, table.length
             held = len(blocks)
-            room = held * size - length
+            room = (table.first + held) * size - length
             tail = None
             if room and references[blocks[-1]] > 1:
                 tail = blocks[-1]
@@ -259,12 +303,13 @@ class BlockAllocator:
 
     def fork(self, table: BlockTable) -> BlockTable:
         """A second sequence with the same tokens. It shares every block; nothing is copied until one of them writes."""
-        return self.adopt(table.blocks, table.length)
+        return self.adopt(table.blocks, table.length, table.first)
 
-    def adopt(self, blocks: Sequence[int], length: int) -> BlockTable:
-        """A new sequence of `length` tokens in blocks that others hold."""
+    def adopt(self, blocks: Sequence[int], length: int, first: int = 0) -> BlockTable:
+        """A new sequence of `length` tokens in blocks that others hold, of which `first` more have left a window."""
         twin = BlockTable()
         twin.blocks = list(blocks)
+        twin.first = first
         twin.length = length
         self._stamp += 1
         self._hold(twin.blocks)
@@ -301,17 +346,19 @@ class BlockAllocator:
         """Keep the first `length` tokens. Blocks past them are returned, unless other tables hold them.
 
         Raises:
-            ValueError: `length` is negative or more than the table holds.
+            ValueError: `length` is negative or more than the table holds, or the block of its last token has left.
         """
-        if not 0 <= length <= table.length:
-            raise ValueError(f"cannot truncate a table of {table.length} tokens to {length}")
-        keep = -(-length // self.block_size)
+        if not 0 <= length <= table.length or 0 < length <= table.first * self.block_size:
+            raise ValueError(f"cannot truncate {table} to {length} tokens")
+        keep = -(-length // self.block_size) - table.first if length else 0
         dropped = table.blocks[keep:]
         if table.is_parked:
             self._unpark_blocks(dropped)
             table.is_parked = length > 0
         del table.blocks[keep:]
         table.length = length
+        if not length:
+            table.first = 0
         self._stamp += 1
         self._drop(dropped)
 
@@ -329,7 +376,7 @@ class BlockAllocator:
         counts: dict[int, int] = {}
         parked: dict[int, int] = {}
         for table in tables:
-            if len(table.blocks) != -(-table.length // self.block_size):
+            if table.first + len(table.blocks) != -(-table.length // self.block_size):
                 raise AssertionError(f"{table} has {len(table.blocks)} blocks of {self.block_size}")
             if len(set(table.blocks)) != len(table.blocks):
                 raise AssertionError(f"{table} names a block twice")

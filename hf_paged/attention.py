@@ -239,6 +239,12 @@ def _attend(
             output = _refuse_backward(output, query)
         return output, None
 
+    if not (group in step.masks and (left_to_us or attention_mask is ours)) and layer.rows.has_left_window(group):
+        raise NotImplementedError(
+            f"{type(module).__name__} was given a mask of its own, but blocks of this layer have left its window of "
+            f"{layer.window} tokens and were freed. Use the model with disable_paged_attention(model), or a 2-D "
+            "attention_mask"
+        )
     if handle.is_placeholder:
         key, value = layer.gather()
     if left_to_us:

@@ -160,7 +160,8 @@ class PagedCache(Cache):
         Up to transformers 5.17 a positive number is the length to crop to, as there.
 
         Raises:
-            ValueError: a positive number from transformers 5.18 on.
+            ValueError: a positive number from transformers 5.18 on, or tokens that have left a sliding window would be
+                needed again. What the last forward pass added can always be removed.
         """
         length = self.get_seq_length()
         if tokens_to_remove > 0:
@@ -229,7 +230,8 @@ class PagedCache(Cache):
     @property
     def block_tables(self) -> dict[str, list[list[int]]]:
         """The physical blocks of each row, in order: one list of rows for each group of layers, by its name, such as
-        `full_attention` or `sliding_attention(128)`. Most models have one group."""
+        `full_attention` or `sliding_attention(128)`. Most models have one group. Under a sliding window, the blocks
+        that are still held."""
         return {
             group.name: [list(table.blocks) for table in tables]
             for group, tables in zip(self.pool.groups, self._rows.tables or [[]] * len(self.pool.groups), strict=True)

@@ -77,7 +77,8 @@ class PagedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """`[rows, kv_heads, padded length, key_dim]`, gathered from the blocks; zeros where nothing is stored."""
+        """`[rows, kv_heads, padded length, key_dim]`, gathered from the blocks; zeros where nothing is stored,
+        or where a sliding window has left the tokens behind."""
         return None if self.storage is None or not self.rows.num_rows else self.gather()[0]
 
     @property

@@ -137,6 +137,14 @@ class BlockPool:
             with self.lock:
                 self.prefixes.clear()
 
+    def freed_behind(self, group: int) -> int | None:
+        """The window of a group of layers whose blocks are freed once they have left it, else None.
+
+        A pool that keeps prompts keeps all their blocks: who goes on from one needs the window before any position.
+        """
+        layers = self.groups[group]
+        return layers.window if layers.kind == "sliding_attention" and self.prefixes is None else None
+
     @property
     def is_sized(self) -> bool:
         """Whether the number of blocks is known."""

@@ -190,11 +190,15 @@ class Rows:
         with pool.lock:
             tables = [[BlockTable() for _ in range(num_rows)] for _ in pool.groups] if created else self.tables
             self._park_finished()
-            counts = (step.context_lens - (0 if created else self.stored_lens)).tolist()
+            before = np.zeros(num_rows, np.int32) if created else self.stored_lens
+            counts = (step.context_lens - before).tolist()
             growths = []
             try:
-                for allocator, group in zip(pool.allocators, tables, strict=True):
-                    growths.append(allocator.grow(group, counts))
+                for group, allocator in enumerate(pool.allocators):
+                    window = pool.freed_behind(group)
+                    # The first new token sees `window` tokens, itself included.
+                    start = None if window is None else np.maximum(before - (window - 1), 0).tolist()
+                    growths.append(allocator.grow(tables[group], counts, start))
                 if self._lost:
                     step.context_lens[list(self._lost)] = 0
                     self._note_lost()
@@ -375,18 +379,19 @@ class Rows:
             stale = self._stale_arrays
             if growth.changed or stale:
                 self._table_stamps[group] = next(_stamps)
-                most = max(len(table.blocks) for table in (tables if stale else [tables[i] for i, _ in growth.changed]))
+                grown = tables if stale else [tables[row] for row, _ in growth.changed]
+                most = max(table.first + len(table.blocks) for table in grown)
                 if most > array.shape[1]:
                     array = np.zeros((self.num_rows, max(most, 2 * array.shape[1], 8)), np.int32)
                     self._table_arrays[group] = array
                     stale = True
             if stale:
                 for row, table in enumerate(tables):
-                    array[row, : len(table.blocks)] = table.blocks
+                    array[row, table.first : table.first + len(table.blocks)] = table.blocks
             else:
                 for row, entry in growth.changed:
-                    blocks = tables[row].blocks
-                    array[row, entry : len(blocks)] = blocks[entry:]
+                    blocks, first = tables[row].blocks, tables[row].first
+                    array[row, first + entry : first + len(blocks)] = blocks[entry:]
         self._stale_arrays = False
         return self._table_arrays
 
@@ -493,10 +498,15 @@ class Rows:
             self.reset()
 
     def crop(self, positions: int) -> None:
-        """Remove the last `positions` padded positions of every row."""
+        """Remove the last `positions` padded positions of every row.
+
+        Raises:
+            ValueError: the rows would need tokens again that have left a sliding window; nothing has changed.
+        """
         self._end_step()
         keep = max(self.length - positions, 0)
         gone = self._stored[:, keep : self.length].sum(axis=1, dtype=np.int32)
+        self._check_windows(self.stored_lens - gone)
         with self.pool.lock:
             for allocator, tables in zip(self.pool.allocators, self.tables, strict=False):
                 for table, count in zip(tables, gone.tolist(), strict=True):
@@ -509,6 +519,19 @@ class Rows:
         self._stale_arrays = True
         if not keep:
             self.reset()
+
+    def _check_windows(self, stored_lens: np.ndarray) -> None:
+        size = self.pool.block_size
+        for group, tables in enumerate(self.tables):
+            window = self.pool.freed_behind(group)
+            for row, table in enumerate(tables):
+                length = int(stored_lens[row])
+                if length and table.first and table.first * size > max(length - window + 1, 0):
+                    raise ValueError(
+                        f"cannot crop row {row} to {length} tokens: a layer with a window of {window} would need "
+                        "tokens that have left it, and whose blocks were freed. Use cache.reset() and feed the prompt "
+                        "again"
+                    )
 
     def release(self, rows: Sequence[int]) -> None:
         """Give the blocks of `rows` back. The rows stay in the batch, empty, and store nothing more.
@@ -573,7 +596,7 @@ class Rows:
 
         Returns:
             Blocks and offsets in them, both `[num_rows, length]` int64 on `device`, and where there are positions that
-            are not stored, `[num_rows, length]` bool that is True there.
+            are not stored, or have left the window, `[num_rows, length]` bool that is True there.
         """
         known = self.step.dense_index if self.step is not None else {}
         if (group, device) not in known:
@@ -581,15 +604,22 @@ class Rows:
             with self.pool.lock:
                 self._note_lost()
             slots = np.full((self.num_rows, self.length), -1, np.int64)
-            for row, table in enumerate(self.tables[group] if self.tables else ()):
-                tokens = np.arange(table.length)
-                slots[row, self._stored[row, : self.length]] = (
+            tables = self.tables[group] if self.tables else ()
+            for row, table in enumerate(tables):
+                left = table.first * size
+                tokens = np.arange(table.length - left)
+                slots[row, np.flatnonzero(self._stored[row, : self.length])[left:]] = (
                     np.asarray(table.blocks, np.int64)[tokens // size] * size + tokens % size
                 )
-            holes = torch.from_numpy(slots < 0).to(device) if self._has_holes else None
+            has_holes = self._has_holes or any(table.first for table in tables)
+            holes = torch.from_numpy(slots < 0).to(device) if has_holes else None
             slots = torch.from_numpy(slots).clamp_(min=0).to(device)
             known[group, device] = slots // size, slots % size, holes
         return known[group, device]
+
+    def has_left_window(self, group: int) -> bool:
+        """Whether blocks of these rows have left the group's window and were freed."""
+        return any(table.first for table in self.tables[group])
 
     def _end_step(self) -> None:
         self.settle()

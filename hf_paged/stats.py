@@ -55,7 +55,7 @@ def collect_stats(rows: Rows) -> CacheStats:
         for allocator, tables, per_block in zip(pool.allocators, rows.tables, bytes_per_block, strict=False):
             filled: dict[int, int] = {}
             for table in tables:
-                for entry, block in enumerate(table.blocks):
+                for entry, block in enumerate(table.blocks, start=table.first):
                     filled[block] = max(filled.get(block, 0), min(size, table.length - entry * size))
             shared += sum(allocator.references(block) > 1 for block in filled)
             slots += len(filled) * size

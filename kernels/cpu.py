@@ -176,7 +176,9 @@ def prefill(
             if length == len(positions):
                 past_and_new = key[row, None, :, real], value[row, None, :, real]
             else:
-                past_and_new = (x[None] for x in reference.gather(storage, plan.block_table[row], length))
+                start = reference.window_start(int(positions[0]), window)
+                past_and_new = (x[None] for x in reference.gather(storage, plan.block_table[row], length, start))
+                positions = positions - start
             out[row, real] = _attend(query[row, None, :, real], *past_and_new, positions, *options)[0]
     return out
 

@@ -82,8 +82,9 @@ def decode(
     out = query.new_zeros(rows, 1, heads, storage.value_blocks.shape[-1])
     for row, length in enumerate(plan.context_lens.tolist()):
         if length and plan.positions[row, 0] >= 0:
-            key, value = gather(storage, plan.block_table[row], length)
-            last = torch.tensor([length - 1], device=query.device)
+            start = window_start(length - 1, window)
+            key, value = gather(storage, plan.block_table[row], length, start)
+            last = torch.tensor([length - 1 - start], device=query.device)
             out[row] = attend(query[row], key, value, last, scale, softcap, window, sinks, alibi_slopes)
     return out
 
@@ -119,8 +120,10 @@ def prefill(
     for row, length in enumerate(plan.context_lens.tolist()):
         real = torch.nonzero(plan.positions[row] >= 0).flatten()  # [tokens]: there may be pads between them
         if length and len(real):
-            past_and_new = gather(storage, plan.block_table[row], length)
             positions = plan.positions[row, real]
+            start = window_start(int(positions[0]), window)
+            past_and_new = gather(storage, plan.block_table[row], length, start)
+            positions = positions - start
             out[row, real] = attend(
                 query[row, :, real], *past_and_new, positions, scale, softcap, window, sinks, alibi_slopes
             )
@@ -136,20 +139,28 @@ def copy_blocks(storage: LayerStorage, pairs: list[tuple[int, int]]) -> None:
         storage.value_blocks[destination] = storage.value_blocks[source]
 
 
-def gather(storage: LayerStorage, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """The first `length` tokens of one row, laid side by side.
+def window_start(position: int, window: int | None) -> int:
+    """The first token that a query at `position` sees. The blocks of those before may be others' already."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def gather(storage: LayerStorage, table: Tensor, length: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """The tokens of one row from `start` up to `length`, laid side by side.
 
     Args:
         table: `[max_blocks]`, the row of the block table.
 
     Returns:
-        Keys `[kv_heads, length, key_dim]` and values `[kv_heads, length, value_dim]`.
+        Keys `[kv_heads, length - start, key_dim]` and values `[kv_heads, length - start, value_dim]`.
     """
-    used = table[: -(-length // storage.block_size)].long()  # [blocks]
+    size = storage.block_size
+    used = table[start // size : -(-length // size)].long()  # [blocks]
+    skip, count = start % size, length - start
 
     def dense(blocks: Tensor) -> Tensor:
         picked = blocks[used].transpose(0, 1)  # [kv_heads, blocks, block_size, dim]
-        return picked.flatten(1, 2)[:, :length]  # the last block's unused slots hold anything, NaN too: cut them off
+        # The last block's unused slots hold anything, NaN too: cut them off.
+        return picked.flatten(1, 2)[:, skip : skip + count]
 
     return dense(storage.key_blocks), dense(storage.value_blocks)
 
