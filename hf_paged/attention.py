@@ -21,7 +21,7 @@ from hf_paged.cache import CachedLength
 from hf_paged.host import on_the_host
 from hf_paged.kernels.ops import decode_step
 from hf_paged.layer import HANDLE, Handle, PagedLayer
-from hf_paged.step_cache import StepHandle
+from hf_paged.step_cache import NoKernelError, StepHandle
 
 IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
@@ -101,8 +101,10 @@ def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor 
         and all(member.hands_over for member in members)
     ):
         mask = None
+        step.unmasked_groups.add(group)
     else:
         mask = build()
+        step.unmasked_groups.discard(group)
     if plain:
         step.plain_groups.add(group)
     step.masks[group] = mask
@@ -284,7 +286,8 @@ def _attend_in_graph(
         or asked.window != layer.window
         or query.dtype != layer.blocks.dtype
     ):
-        raise NotImplementedError(f"{type(module).__name__} asks for attention that no kernel expresses")
+        raise NoKernelError(f"{type(module).__name__} asks for attention that no kernel expresses")
+    handle.cache.unread = None
     output = decode_step(
         query,
         handle.key,

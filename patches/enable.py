@@ -71,6 +71,9 @@ def enable_paged_attention(
         share_prompts = vars(core).get(SHARES_PROMPTS, True)
     if compile is None:
         compile = vars(core).get(COMPILES)
+    elif compile != vars(core).get(COMPILES) or compile:
+        for name in (EAGER_BECAUSE, GRAPHS):  # try again what could not be compiled
+            vars(core).pop(name, None)
     if _STATE in vars(core):
         setattr(core, SHARES_PROMPTS, share_prompts)
         setattr(core, COMPILES, compile)
