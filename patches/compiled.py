@@ -26,6 +26,7 @@ from transformers.masking_utils import create_masks_for_generate
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.calls import cache_of
+from hf_paged.patches.families import has_forwards_of_ours
 from hf_paged.step_cache import MAX_QUERIES, StepCache
 
 logger = logging.getLogger("hf_paged")
@@ -145,6 +146,8 @@ def decodes_eagerly(model: PreTrainedModel, cache: PagedCache) -> bool:
     if EAGER_BECAUSE in vars(model):
         return True
     reason = cache.not_compiled_because()
+    if has_forwards_of_ours(model):
+        reason = reason or model.config._attn_implementation.eager_because
     if not getattr(model, "_can_compile_fullgraph", False):
         reason = "transformers does not mark it as one that can be compiled in one graph"
     if reason is not None:
@@ -217,6 +220,8 @@ def prepare_step(
         cache.begin_extended(ids.shape[0])
     else:
         create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+        if has_forwards_of_ours(model):  # Bloom makes none there
+            create = create_masks_for_generate
         create(
             config=model.config,
             inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
@@ -235,7 +240,8 @@ def prepare_step(
     prepared = {
         name: step_cache if value is cache else value for name, value in kwargs.items() if name not in NOT_FOR_MODELS
     }
-    prepared["attention_mask"] = step_cache.mask
+    # Bloom and Falcon count the tokens of a mask, and forwards of ours need none.
+    prepared["attention_mask"] = None if has_forwards_of_ours(model) else step_cache.mask
     return prepared
 
 
