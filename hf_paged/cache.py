@@ -437,6 +437,7 @@ class PagedCache(Cache):
             return None
         if (
             step is None
+            or step.closed  # the masks were made in a way that did not begin one
             or not step.allocated
             or step.must_be_dense
             or step.was_empty

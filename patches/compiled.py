@@ -27,6 +27,7 @@ from transformers.masking_utils import create_masks_for_generate
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.calls import cache_of
+from hf_paged.patches.families import has_forwards_of_ours
 from hf_paged.step_cache import MAX_QUERIES, NoKernelError, StepCache
 
 logger = logging.getLogger("hf_paged")
@@ -200,6 +201,8 @@ def may_compile(model: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: 
         reason = "transformers does not mark it as one that can be compiled in one graph"
     else:
         reason = cache.not_compiled_because()
+        if has_forwards_of_ours(model):
+            reason = reason or model.config._attn_implementation.eager_because
     if reason is not None:
         _say_once(model, reason)
     return reason is None
@@ -243,6 +246,8 @@ def prepare_step(
         cache.begin_extended(ids.shape[0])
     else:
         create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+        if has_forwards_of_ours(model):  # Bloom makes none there
+            create = create_masks_for_generate
         create(
             config=model.config,
             inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
@@ -259,7 +264,8 @@ def prepare_step(
     prepared = {
         name: step_cache if value is cache else value for name, value in kwargs.items() if name not in NOT_FOR_MODELS
     }
-    prepared["attention_mask"] = step_cache.mask
+    # Bloom and Falcon count the tokens of a mask, and forwards of ours need none.
+    prepared["attention_mask"] = None if has_forwards_of_ours(model) else step_cache.mask
     return prepared
 
 
