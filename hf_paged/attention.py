@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
 from hf_paged.cache import CachedLength
 from hf_paged.host import on_the_host
 from hf_paged.kernels.ops import decode_step
 from hf_paged.layer import HANDLE, Handle, PagedLayer
-from hf_paged.step_cache import StepHandle
+from hf_paged.plan import StepPlan
+from hf_paged.step_cache import NoKernelError, StepHandle
 
 IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
@@ -53,6 +54,55 @@ IGNORED = frozenset(
 )
 """Attention kwargs that need nothing from the kernel."""
 
+NOT_ROUTED = frozenset(
+    {
+        "big_bird",
+        "bloom",
+        "falcon",
+        "gpt_neo",
+        "gpt_neox_japanese",
+        "led",
+        "megatron-bert",
+        "mpt",
+        "mvp",
+        "rembert",
+        "roformer",
+        "speecht5",
+        "trocr",
+        "xglm",
+    }
+)
+"""Model types that make their masks through transformers' interface and their attention not. Under our name alone they
+would be given masks that they misread."""
+
+STAND_IN = "_hf_paged_stand_in"
+"""Attribute of a mask that only stands for one; see `Patched`."""
+
+
+class Patched(str):
+    """`hf_paged`, as the config of a model says it whose attention modules hold forwards of ours (see
+    `hf_paged.patches.families`).
+
+    Such a model is given no mask where the plan tells all of it, since the forward makes it for the dense way. Whatever
+    else it is given, it is given by the implementation that the config named before, whose masks it can read.
+
+    Attributes:
+        before: that implementation.
+        takes_none: whether the model can pass on None. If not, it is given a bool tensor that stands for a mask.
+        eager_because: why its decode steps cannot be compiled, or None.
+    """
+
+    before: str
+    takes_none: bool
+    eager_because: str | None
+
+    def __new__(
+        cls, name: str, before: str = "eager", takes_none: bool = True, eager_because: str | None = None
+    ) -> Patched:
+        self = super().__new__(cls, name)
+        self.before, self.takes_none, self.eager_because = before, takes_none, eager_because
+        return self
+
 
 def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     """Begin the step of a PagedCache, and make a mask where the kernel needs one. Arguments as for transformers'
@@ -60,19 +110,34 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
 
     Returns:
         None where the kernel knows the mask from the plan, else the mask that `sdpa` would get: `[rows, 1, q_len,
-        kv_len]` bool, or None where that is plain causal.
+        kv_len]` bool, or None where that is plain causal. For a model with forwards of ours see `Patched`.
+
+    Raises:
+        NotImplementedError: the model computes attention in its own code, and has not been enabled.
     """
-    offset = kwargs.get("q_offset")
+    config, offset = kwargs.get("config"), kwargs.get("q_offset")
+    implementation = getattr(config, "_attn_implementation", None)
+    patched = implementation if isinstance(implementation, Patched) else None
+    if patched is None and implementation == IMPLEMENTATION and config.model_type in NOT_ROUTED:
+        raise NotImplementedError(
+            f"{config.model_type} computes attention in its own code, so the name {IMPLEMENTATION!r} alone does not "
+            "reach it. Load it without attn_implementation, and try enable_paged_attention(model)"
+        )
     if not isinstance(offset, CachedLength):
-        return sdpa_mask(**kwargs)
-    return _begin_masked(offset, kwargs)
+        return _mask_without_us(patched, kwargs)
+    return _begin_masked(offset, patched, kwargs)
+
+
+def _mask_without_us(patched: Patched | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    build = sdpa_mask if patched is None else ALL_MASK_ATTENTION_FUNCTIONS[patched.before]
+    return build(**kwargs)
 
 
 @on_the_host
-def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
     cache = offset.cache()
     if cache is None:
-        return sdpa_mask(**kwargs)
+        return _mask_without_us(patched, kwargs)
     kwargs["q_offset"] = int(offset)
     layer = cache.layers[offset.layer]
     if not isinstance(layer, PagedLayer):
@@ -82,7 +147,8 @@ def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor 
 
     # Causal order with a window is put together by transformers from closures that cannot be told from those of
     # chunked attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut.
-    overlaid = kwargs.get("use_vmap", False) or not kwargs.get("allow_is_causal_skip", True)
+    # (Falcon always forbids it, to have a mask to add its ALiBi to.)
+    overlaid = kwargs.get("use_vmap", False) or not (patched is not None or kwargs.get("allow_is_causal_skip", True))
     is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     is_window = layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
     plain = not overlaid and (is_causal if layer.kind == "full_attention" else is_window)
@@ -93,6 +159,13 @@ def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor 
         plain = False  # another mask for the same layers was not plain: the plan cannot tell which layer gets which
     elif not plain:
         step.plain_groups.discard(group)
+    if patched is not None:
+        if not plain:
+            step.masks[group] = mask = _mask_without_us(patched, kwargs)
+            return mask
+        step.plain_groups.add(group)
+        step.masks[group], step.build_mask[group] = None, build
+        return None if patched.takes_none else _stand_in(kwargs)
     members = [cache.layers[index] for index in cache.pool.groups[group].layers]
     if (
         plain
@@ -101,13 +174,22 @@ def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor 
         and all(member.hands_over for member in members)
     ):
         mask = None
+        step.unmasked_groups.add(group)
     else:
         mask = build()
+        step.unmasked_groups.discard(group)
     if plain:
         step.plain_groups.add(group)
     step.masks[group] = mask
     if mask is None:
         step.build_mask[group] = build
+    return mask
+
+
+def _stand_in(kwargs: dict[str, Any]) -> torch.Tensor:
+    shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
+    mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device")).expand(shape)
+    setattr(mask, STAND_IN, True)
     return mask
 
 
@@ -149,6 +231,9 @@ def paged_attention_forward(
         query: `[rows, heads, q_len, head_dim]`
         key, value: what `PagedCache.update` returned, or any other keys and values.
         attention_mask: what `paged_mask` returned, or a custom mask, which is taken the dense way.
+        alibi_slopes: `[heads]` float32, in `kwargs`: what a score loses for each token between query and key.
+        local_window: in `kwargs`: only the last that many tokens are seen, although the cache's layer has no window.
+            Both are known with a PagedCache only.
 
     Returns:
         `[rows, q_len, heads, value_dim]`, zeros at padding; and None for the attention weights, unless
@@ -228,7 +313,9 @@ def _attend(
     ):
         plan = step.on(group, query.device)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        options = {"scale": scale, "softcap": asked.softcap, "window": asked.window, "sinks": asked.sinks}
+        window = asked.window if asked.local_window is None else asked.local_window
+        options = {"scale": scale, "softcap": asked.softcap, "window": window, "sinks": asked.sinks}
+        options["alibi_slopes"] = asked.alibi_slopes
         if step.q_len == 1:
             output = layer.backend.decode(query, layer.storage, plan, **options)
         else:
@@ -249,6 +336,13 @@ def _attend(
         key, value = layer.gather()
     if left_to_us:
         attention_mask = step.build_mask[group]()
+    position_bias = asked.position_bias
+    if asked.alibi_slopes is not None or asked.local_window is not None:
+        places = _places(layer, step, query.device)
+        if asked.alibi_slopes is not None:
+            position_bias = _alibi_bias(places, step, asked.alibi_slopes).to(query.dtype)
+        if asked.local_window is not None:
+            attention_mask = _local_mask(places, step, asked.local_window, attention_mask)
     return dense_attention(
         module,
         query,
@@ -261,8 +355,33 @@ def _attend(
         softcap=asked.softcap,
         s_aux=asked.sinks,
         output_attentions=asked.output_attentions,
-        position_bias=asked.position_bias,
+        position_bias=position_bias,
     )
+
+
+def _places(layer: PagedLayer, step: StepPlan, device: torch.device) -> torch.Tensor:
+    """`[rows, length]`: the place of each token in its row, counted in tokens that the row sees, as a row alone would
+    count; of no meaning at padding."""
+    seen = np.ones((len(step.context_lens), step.end), bool)
+    stored = layer.rows.stored_positions(step)
+    for known in (stored, step.mask):
+        if known is not None:
+            seen &= known[:, : step.end]
+    return torch.from_numpy(seen.cumsum(axis=1)).to(device)
+
+
+def _alibi_bias(places: torch.Tensor, step: StepPlan, slopes: torch.Tensor) -> torch.Tensor:
+    """`[rows, heads, q_len, length]`: what ALiBi adds to the scores (arXiv 2108.12409)."""
+    distance = places[:, None, :] - places[:, step.start :, None]  # [rows, q_len, length], negative in the past
+    return slopes[:, None, None] * distance[:, None]
+
+
+def _local_mask(places: torch.Tensor, step: StepPlan, window: int, mask: torch.Tensor | None) -> torch.Tensor:
+    """`mask`, or causal order where that is None, with a window of `window` tokens on top."""
+    if mask is None:
+        mask = torch.ones(step.q_len, step.end, dtype=torch.bool, device=places.device).tril(step.start)
+    seen = places[:, None, :] > places[:, step.start :, None] - window
+    return mask & seen[:, None]  # [rows, 1, q_len, length]
 
 
 def _attend_in_graph(
@@ -290,7 +409,8 @@ def _attend_in_graph(
         or asked.window != layer.window
         or query.dtype != layer.blocks.dtype
     ):
-        raise NotImplementedError(f"{type(module).__name__} asks for attention that no kernel expresses")
+        raise NoKernelError(f"{type(module).__name__} asks for attention that no kernel expresses")
+    handle.cache.unread = None
     output = decode_step(
         query,
         handle.key,
@@ -300,10 +420,10 @@ def _attend_in_graph(
         layer.group.block_table,
         layer.group.positions,
         asked.sinks,
-        None,
+        asked.alibi_slopes,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         asked.softcap,
-        asked.window,
+        asked.window if asked.local_window is None else asked.local_window,
     )
     return output, None
 
@@ -316,6 +436,8 @@ class _Asked(NamedTuple):
     window: int | None
     output_attentions: bool | None
     position_bias: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    local_window: int | None
 
 
 def _read(module: torch.nn.Module, kwargs: dict[str, Any], window: int | None) -> _Asked:
@@ -332,13 +454,14 @@ def _read(module: torch.nn.Module, kwargs: dict[str, Any], window: int | None) -
     window = kwargs.pop("sliding_window", window)
     output_attentions = kwargs.pop("output_attentions", None)
     position_bias = kwargs.pop("position_bias", None)
+    alibi_slopes, local_window = kwargs.pop("alibi_slopes", None), kwargs.pop("local_window", None)
     for name, argument in kwargs.items():
         if argument is not None and name not in IGNORED:
             raise NotImplementedError(
                 f"{type(module).__name__} passes {name}= to its attention function, which paged attention does not "
                 "know. Use the model with disable_paged_attention(model); a PagedCache still works then"
             )
-    return _Asked(softcap, sinks, window, output_attentions, position_bias)
+    return _Asked(softcap, sinks, window, output_attentions, position_bias, alibi_slopes, local_window)
 
 
 def dense_attention(
@@ -354,8 +477,13 @@ def dense_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over dense keys and values: transformers' `sdpa`, or written out where that cannot do what is asked
     (softcap, sinks, returned weights). Shapes as for `paged_attention_forward`."""
+    for name in ("alibi_slopes", "local_window"):
+        if kwargs.pop(name, None) is not None:
+            raise NotImplementedError(f"{type(module).__name__} passes {name}= without the keys of a PagedCache")
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     weights_wanted = kwargs.pop("output_attentions", None)
+    if key.shape[1] != query.shape[1] and not hasattr(module, "num_key_value_groups"):  # by which sdpa would know
+        key, value = (repeat_kv(tensor, query.shape[1] // tensor.shape[1]) for tensor in (key, value))
     if softcap is None and sinks is None and not weights_wanted:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     rows, heads, q_len, dim = query.shape

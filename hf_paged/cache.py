@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from hf_paged.step_cache import StepCache
 
 PAGED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 STATE_KINDS = ("linear_attention", "conv", "dummy")
-
-MAX_STEP_CACHES = 64
-"""Shapes of compiled steps that a pool keeps tensors for."""
 
 _CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
@@ -112,9 +109,8 @@ class PagedCache(Cache):
         self.after_pass: Callable[[], object] | None = None
         """Called once at the end of a forward pass."""
         self._asks_to_compile = False
-        self._backends: tuple[str, ...] = ()  # of the layers, once they have all stored something
-        self._mask_before: Callable[[], torch.Tensor | None] = _nothing  # of the step before, as it was passed
-        self._known_mask: tuple[Callable[[], torch.Tensor | None], int] = (_nothing, 0)
+        self._masks_say_more = False  # than causal order, windows and the padding, in a step that might be compiled
+        self._mask_before = self._known_mask = _NO_MASK  # of the step before, as it was passed, and of the one to come
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers = [
@@ -407,10 +403,14 @@ class PagedCache(Cache):
 
     def not_compiled_because(self) -> str | None:
         """Why decode steps with this cache cannot be compiled, or None as far as is known."""
+        if self._rows.always_dense:
+            return "a layer changed its keys or values after updating the cache"
         if self._rows.has_state:
             return "the state of its linear attention layers is in the cache"
         step = self._rows.step
         was_seen = step is not None and step.closed and step.sees_mask
+        if self._masks_say_more:
+            return "its masks say more than causal order, a window and the padding"
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 continue
@@ -421,51 +421,63 @@ class PagedCache(Cache):
         return None
 
     @property
-    def has_plain_step(self) -> bool:
-        """Whether the masks of the step that was begun say no more than causal order, windows and the padding."""
-        step = self._rows.step
-        return step is not None and len(step.plain_groups) == len(self.pool.groups)
+    def in_pass(self) -> bool:
+        """Whether a forward pass has begun that has not ended."""
+        return self._in_pass
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether some position of the rows holds no token."""
+        return self._rows.has_holes
 
     def step_cache(self) -> StepCache | None:
         """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
         without one."""
         rows, step = self._rows, self._rows.step
+        if step is not None and len(step.plain_groups) != len(self.pool.groups):
+            self._masks_say_more = True
+            return None
         if (
             step is None
+            or step.closed  # the masks were made in a way that did not begin one
             or not step.allocated
             or step.must_be_dense
             or step.was_empty
-            or not self.has_plain_step
             or any(mask is not None for mask in step.masks.values())
         ):
             return None
-        if not self._backends:
-            paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-            if not all(layer.is_initialized and layer.hands_over for layer in paged):
-                return None  # before a first pass it is not known what the model does with what an update gives it
-            self._backends = tuple(layer.backend.name for layer in paged)
-        # A thread has its own: the tensors of a step must stay until it has run.
-        key = (threading.get_ident(), rows.num_rows, step.q_len, self._backends)
-        found = self.pool.step_caches.get(key)
-        if found is None:
-            while len(self.pool.step_caches) >= MAX_STEP_CACHES:
-                self.pool.step_caches.pop(next(iter(self.pool.step_caches)), None)
-            found = self.pool.step_caches[key] = StepCache(self.layers, rows.num_rows, step.q_len, self.block_size)
-        if found.user is not None and found.user is not self and found.user._in_pass:
-            return None  # a forward pass within a forward pass
+        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+        if not all(layer.is_initialized and layer.hands_over for layer in paged):
+            return None  # before a first pass it is not known what the model does with what an update gives it
+        # A thread, and a stream, has its own: the tensors of a step must stay until it has run.
+        device = paged[0].device
+        key = (
+            threading.get_ident(),
+            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
+            *(rows.num_rows, step.q_len),
+            tuple((layer.backend.name, layer.backend.graph_key()) for layer in paged),
+        )
+        found = self.pool.step_cache(key, lambda: StepCache(self.layers, rows.num_rows, step.q_len, self.block_size))
+        if found.is_used_by_another(self):
+            return None
         found.prepare(self, step)
         step.in_graph = True
         return found
 
+    def note_changed_keys(self) -> None:
+        """Note that a model was seen to change keys after an update, and undo the step: layers are handed dense tensors
+        from now on."""
+        self._rows.always_dense = True
+        self.leave_pass(failed=True)
+
     def only_extends(self, mask: torch.Tensor | None) -> bool:
         """Whether `mask`, of the step to come, is known to be that of the step before, which a graph ran, and a 1 in
         every row. Then it need not be read, which waits for the device."""
-        step, (known, version) = self._rows.step, self._known_mask
-        self._mask_before, self._known_mask = _weakly(mask), (_nothing, 0)
+        step, known = self._rows.step, self._known_mask
+        self._mask_before, self._known_mask = _MaskSeen.of(mask), _NO_MASK
         return (
             mask is not None
-            and known() is mask
-            and version == mask._version
+            and known.is_still(mask)
             and step is not None
             and step.in_graph
             and mask.shape == (self._rows.num_rows, step.end + 1)
@@ -480,8 +492,8 @@ class PagedCache(Cache):
 
     def note_extended(self, before: Any, after: Any) -> None:
         """Note that `after` is the mask `before` and a 1 in every row, if that was the mask of the last step."""
-        if before is not None and before is self._mask_before() and not after.is_inference():
-            self._known_mask = _weakly(after), after._version
+        if before is not None and self._mask_before.is_still(before):
+            self._known_mask = _MaskSeen.of(after)
 
     def graph_has_run(self) -> None:
         """Note that a compiled graph has stored the step's tokens in every layer."""
@@ -604,12 +616,23 @@ class PagedCache(Cache):
         return twin
 
 
-def _nothing() -> None:
-    return None
+class _MaskSeen(NamedTuple):
+    """A mask, weakly, and torch's count of writes to it."""
+
+    tensor: Callable[[], torch.Tensor | None]
+    version: int
+
+    @classmethod
+    def of(cls, mask: torch.Tensor | None) -> _MaskSeen:
+        if mask is None or mask.is_inference():  # writes to it are not counted
+            return _NO_MASK
+        return cls(weakref.ref(mask), mask._version)
+
+    def is_still(self, mask: torch.Tensor) -> bool:
+        return self.tensor() is mask and self.version == mask._version
 
 
-def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
-    return _nothing if tensor is None else weakref.ref(tensor)
+_NO_MASK = _MaskSeen(lambda: None, 0)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:

@@ -164,11 +164,12 @@ class PagedLayer(CacheLayerMixin):
             and not step.must_be_dense
             and self.group in step.plain_groups
         )
+        if is_placeholder or self.group in step.unmasked_groups:
+            rows.unread = self._ref  # other keys would be attended to without the mask that was left to us
         if is_placeholder:
             nan_key, nan_value = self._nan
             keys = nan_key.expand(num_rows, key.shape[1], step.end, key.shape[3])
             values = nan_value.expand(num_rows, value.shape[1], step.end, value.shape[3])
-            rows.unread = self._ref
         elif step.was_empty:
             keys, values = key_states, value_states
         else:

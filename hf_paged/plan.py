@@ -71,6 +71,8 @@ class StepPlan:
     """Per group: the mask handed to the model last."""
     build_mask: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
     """Per group that was handed None: makes the mask after all, for the dense way."""
+    unmasked_groups: set[int] = field(default_factory=set)
+    """Groups whose mask was left to the kernel, without looking whether there is one."""
     allocated: bool = False
     in_graph: bool = False
     """A compiled graph runs it."""
@@ -107,6 +109,7 @@ class StepPlan:
         """Drop what only the forward pass itself needed."""
         self.masks.clear()
         self.build_mask.clear()
+        self.unmasked_groups.clear()
         self.dense_index.clear()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,10 @@ logger = logging.getLogger("hf_paged")
 
 DEFAULT_FRACTION = 0.5
 """Share of the memory that is free at first use which a pool may take when it is given no budget."""
+
+
+MAX_STEP_CACHES = 64
+"""Kinds of compiled steps that a pool keeps tensors for."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +116,7 @@ class BlockPool:
         self.storages: dict[int, LayerStorage] = {}
         self.hands_over: dict[int, bool] = {}
         """Whether the model passes what a layer's update returns unchanged to the attention function, once seen."""
-        self.step_caches: dict[Hashable, Any] = {}
-        """What compiled decode steps are given instead of a cache, by their shape; see `hf_paged.step_cache`."""
+        self._step_caches: OrderedDict[tuple, Any] = OrderedDict()  # least recently used first
         self._returned: deque[list[list[BlockTable]]] = deque()
         # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.
         drain = _Drain(self.allocators, self._returned)
@@ -137,6 +140,7 @@ class BlockPool:
             with self.lock:
                 self.prefixes.clear()
 
+<<<<<<< HEAD
     def freed_behind(self, group: int) -> int | None:
         """The window of a group of layers whose blocks are freed once they have left it, else None.
 
@@ -144,6 +148,25 @@ class BlockPool:
         """
         layers = self.groups[group]
         return layers.window if layers.kind == "sliding_attention" and self.prefixes is None else None
+=======
+    def step_cache(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What compiled decode steps of a kind are given instead of a cache; see `hf_paged.step_cache`.
+
+        Args:
+            key: the kind, the thread first.
+        """
+        with self.lock:
+            found = self._step_caches.get(key)
+            if found is None:
+                alive = {thread.ident for thread in threading.enumerate()}
+                for other in [other for other in self._step_caches if other[0] not in alive]:
+                    del self._step_caches[other]
+                while len(self._step_caches) >= MAX_STEP_CACHES:
+                    self._step_caches.popitem(last=False)
+                found = self._step_caches[key] = make()
+            self._step_caches.move_to_end(key)
+            return found
+>>>>>>> main
 
     @property
     def is_sized(self) -> bool:

@@ -38,7 +38,8 @@ class Rows:
         tables: per group of layers, the rows' block tables.
         step: the step that was begun last, until rows are changed in another way.
         has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
-        unread: weak reference to a layer that handed out a placeholder, until the attention function has got it.
+        unread: weak reference to a layer whose attention is left to the kernel, until the attention function has got
+            what the layer handed out.
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
@@ -254,6 +255,11 @@ class Rows:
         self._num_steps = 1
 
     @property
+    def has_holes(self) -> bool:
+        """Whether some padded position is not stored."""
+        return self._has_holes
+
+    @property
     def stored(self) -> np.ndarray:
         """`[num_rows, length]` bool: which padded positions are stored."""
         return self._stored[:, : self.length]
@@ -307,11 +313,12 @@ class Rows:
             self.undo()
 
     def check_read(self) -> None:
-        """Make sure that the attention function got the placeholder that a layer handed out last."""
+        """Make sure that the attention function got what the last layer handed out that counts on it."""
         layer = self.unread() if self.unread is not None else None
         self.unread = None
         if layer is not None:
             self.always_dense = True
+            layer.hands_over = self.pool.hands_over[layer.index] = False
             self.undo_open()
             raise RuntimeError(
                 f"layer {layer.index} did not pass its keys on to the attention function unchanged, which it had done "

@@ -9,6 +9,8 @@ as dynamic, so that they make no new graph.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,10 @@ MAX_QUERIES = 16
 """New tokens per row up to which a step may be compiled; more is a prompt, which gains nothing."""
 MIN_WIDTH = 16
 """Columns of the smallest block table."""
+
+
+class NoKernelError(NotImplementedError):
+    """A model asks for something in a compiled step that no kernel does; the step can run without a graph."""
 
 
 class StepHandle:
@@ -126,14 +132,14 @@ class StepLayer(CacheLayerMixin):
         self.is_sliding, self.window, self.group = layer.is_sliding, layer.window, group
         self.is_initialized = True
         self._source = layer.storage, layer.backend
-        self.blocks, self.value_blocks = blocks_of(layer.storage)
+        # Of one block, so that the size of the pool is no number of the graph. The operator knows the whole by the
+        # address, and finds nothing where a copy was made.
+        self.blocks, self.value_blocks = (t if t is None else t[:1] for t in blocks_of(layer.storage))
         self.kv_heads = layer.storage.key_blocks.shape[1]
         self.key_dim, self.value_dim = layer.storage.key_blocks.shape[-1], layer.storage.value_blocks.shape[-1]
         for tensor in (self.blocks, self.value_blocks):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor, guard=False)
-                if tensor.shape[0] > 1:
-                    torch._dynamo.mark_dynamic(tensor, 0)
         self.bind()
 
     def bind(self) -> None:
@@ -180,14 +186,26 @@ class StepCache(Cache):
             # NaN takes no memory, and whoever computes with it instead of passing it on sees so.
             self._nan = torch.full((), float("nan"), dtype=first.blocks.dtype, device=first.blocks.device)
         self._make_mask()
-        self.user: PagedCache | None = None
-        """Whose step is in the tensors, until it has ended."""
+        self._user: Callable[[], PagedCache | None] = _nobody
         self.by_hooks = False
         """The hooks around the forward pass end the step."""
+        self.unread: int | None = None
+        """The layer that was updated last, until the attention function gets what it handed out."""
+
+    def is_used_by_another(self, cache: PagedCache) -> bool:
+        """Whether a forward pass of another cache is using the tensors: a pass within a pass."""
+        user = self._user()
+        return user is not None and user is not cache and user.in_pass
+
+    def take_user(self) -> PagedCache:
+        """The cache whose step is in the tensors."""
+        user, self._user = self._user(), _nobody
+        return user
 
     def prepare(self, cache: PagedCache, step: StepPlan) -> None:
         """Write what a step needs into the tensors that the graph reads."""
-        self.user = cache
+        self._user = weakref.ref(cache)
+        self.unread = None
         moved = [group for group in self.groups.values() if group.fill(step)]
         if moved:
             for layer in self.layers:
@@ -223,7 +241,10 @@ class StepCache(Cache):
             or key_states.dtype != blocks.dtype
             or value_states.shape[1] != kv_heads
         ):
-            raise NotImplementedError("the layer stores other keys and values than before")
+            raise NoKernelError("the layer stores other keys and values than before")
+        if self.unread is not None:
+            raise NoKernelError("a layer changed its keys after updating the cache")
+        self.unread = layer_idx
         nan = key_states.new_full((), float("nan"))
         capacity = layer.group.capacity
         keys = nan.expand(rows, kv_heads, capacity, key_dim)
@@ -242,6 +263,10 @@ class StepCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.first.capacity, 0
+
+
+def _nobody() -> None:
+    return None
 
 
 def _aligned(count: int) -> int:

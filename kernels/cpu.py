@@ -57,6 +57,11 @@ def serves_graphs(device: torch.device) -> bool:
     return True
 
 
+def graph_key() -> object:
+    """What a CUDA graph that was captured now would go on with, besides its tensors."""
+    return None
+
+
 def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) -> None:
     """Store the new tokens of a step; see `reference.write`."""
     native = storage.native

@@ -97,6 +97,11 @@ def serves_graphs(device: torch.device) -> bool:
     return True
 
 
+def graph_key() -> object:
+    """What a CUDA graph that was captured now would go on with, besides its tensors."""
+    return _chunk
+
+
 @contextmanager
 def fixed_chunks(tokens: int) -> Iterator[None]:
     """Cut the sequence every `tokens` tokens in decode, instead of into as many pieces as fill the GPU.

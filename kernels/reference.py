@@ -33,6 +33,11 @@ def serves_graphs(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def graph_key() -> object:
+    """What a CUDA graph that was captured now would go on with, besides its tensors."""
+    return None
+
+
 @torch.no_grad()
 def write(storage: LayerStorage, key: Tensor, value: Tensor, plan: GroupPlan) -> None:
     """Store the new tokens of a step.

@@ -33,6 +33,7 @@ class Backend(Protocol):
 
     def unsupported(self, query_dtype: torch.dtype, storage: Any) -> str | None: ...
     def serves_graphs(self, device: torch.device) -> bool: ...
+    def graph_key(self) -> object: ...
     def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None: ...
     def decode(self, query: torch.Tensor, storage: Any, plan: Any, **options: Any) -> torch.Tensor: ...
     def prefill(
@@ -53,6 +54,9 @@ class StoreOnly:
 
     def serves_graphs(self, device: torch.device) -> bool:
         return False
+
+    def graph_key(self) -> object:
+        return None
 
     def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
         _load("reference").write(storage, key, value, plan)

@@ -14,7 +14,8 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,25 +27,26 @@ from transformers.masking_utils import create_masks_for_generate
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.calls import cache_of
-from hf_paged.step_cache import MAX_QUERIES, StepCache
+from hf_paged.patches.families import has_forwards_of_ours
+from hf_paged.step_cache import MAX_QUERIES, NoKernelError, StepCache
 
 logger = logging.getLogger("hf_paged")
 
 COMPILES = "_hf_paged_compiles"
 """Attribute of an enabled model: whether generate() compiles decode steps; None for where transformers would."""
 EAGER_BECAUSE = "_hf_paged_eager_because"
-"""Attribute of an enabled model: why its decode steps are not compiled any more."""
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
-"""Arguments that some models make masks from."""
+"""Attribute of an enabled model: the reasons for which decode steps were not compiled, each of which was said once."""
 GRAPHS = "_hf_paged_graphs"
 """Attribute of an enabled model: its `_Graphs`."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids")
+"""Arguments that some models make masks from."""
 NOT_FOR_MODELS = ("tokenizer", "assistant_tokenizer")
 """Arguments that generate() passes on although no model takes them, and no graph can."""
 CANNOT_COMPILE = (
     TorchDynamoException,
     ConstraintViolationError,
     getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", TorchDynamoException),
-    NotImplementedError,  # of our attention function, which torch passes on
+    NoKernelError,
 )
 
 
@@ -61,9 +63,7 @@ def meets_criteria(
         generation_config.compile_config = copy.copy(generation_config.compile_config) or CompileConfig()
         generation_config.compile_config._compile_all_devices = True
     with cache.as_compileable():
-        if not original(model_kwargs, generation_config):
-            return False
-    return not decodes_eagerly(model, cache)
+        return original(model_kwargs, generation_config)
 
 
 def compiled_call(
@@ -90,31 +90,47 @@ class _Graphs:
 
     def __init__(self, config: CompileConfig) -> None:
         self.config = config
-        self._calls: dict[tuple[int, bool], Callable] = {}
-        self._limit_was_told = False
+        self._calls: dict[tuple[int, bool], Callable | None] = {}  # None: it cannot be compiled
+        self._has_run: set[tuple[int, bool]] = set()
+        self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict) -> _Graphs:
         return _Graphs(self.config)  # what was compiled is the other model
 
-    def find(self, model: PreTrainedModel, num_rows: int, q_len: int) -> Callable | None:
-        """The compiled forward pass for steps of this shape; None where there are as many as there may be.
+    @staticmethod
+    def shape(ids: torch.Tensor) -> tuple[int, bool]:
+        """What has a graph: a batch size, with one token a row or with several, whatever their number."""
+        return ids.shape[0], ids.shape[1] > 1
 
-        Several tokens a row share a graph, whatever their number."""
-        shape = (num_rows, q_len > 1)
-        call = self._calls.get(shape)
-        if call is None:
-            limit = getattr(torch._dynamo.config, "recompile_limit", 8)
-            if len(self._calls) >= limit:
-                if not self._limit_was_told:
-                    self._limit_was_told = True
-                    logger.warning(
-                        "%s has been compiled for %d batch sizes; others decode without torch.compile "
-                        "(torch._dynamo.config.recompile_limit is how many there may be)",
-                        *(type(model).__name__, limit),
-                    )
-                return None
-            call = self._calls[shape] = torch.compile(_code_of_its_own(model), **self.config.to_dict())
-        return call
+    def find(self, model: PreTrainedModel, shape: tuple[int, bool]) -> Callable | None:
+        """The compiled forward pass for steps of this shape; None where it cannot be compiled, or there are as many as
+        there may be."""
+        if shape in self._calls:
+            return self._calls[shape]
+        limit = getattr(torch._dynamo.config, "recompile_limit", 8)
+        if len(self._calls) >= limit:
+            _say_once(
+                model,
+                f"it has been compiled for {limit} shapes of steps, and torch._dynamo.config.recompile_limit allows no "
+                "more; steps of other batch sizes run eagerly",
+            )
+            return None
+        with self._lock:
+            return self._calls.setdefault(shape, torch.compile(_code_of_its_own(model), **self.config.to_dict()))
+
+    def give_up(self, shape: tuple[int, bool]) -> None:
+        """Run steps of this shape eagerly from now on."""
+        self._calls[shape] = None
+
+    @contextmanager
+    def alone_at_first(self, shape: tuple[int, bool]) -> Iterator[None]:
+        """Within, the graph of a shape runs for the first time in one thread: several would each compile it."""
+        if shape in self._has_run:
+            yield
+            return
+        with self._lock:
+            yield
+        self._has_run.add(shape)
 
 
 def _code_of_its_own(model: PreTrainedModel) -> Callable:
@@ -140,60 +156,71 @@ def update_kwargs(
     return model_kwargs
 
 
-def decodes_eagerly(model: PreTrainedModel, cache: PagedCache) -> bool:
-    """Whether decode steps cannot be compiled. The reason is logged, once for a model."""
-    if EAGER_BECAUSE in vars(model):
-        return True
-    reason = cache.not_compiled_because()
-    if not getattr(model, "_can_compile_fullgraph", False):
-        reason = "transformers does not mark it as one that can be compiled in one graph"
-    if reason is not None:
-        _stay_eager(model, reason)
-    return reason is not None
-
-
-def _stay_eager(model: PreTrainedModel, reason: str) -> None:
-    setattr(model, EAGER_BECAUSE, reason)
-    logger.warning("%s decodes without torch.compile: %s", type(model).__name__, reason)
-
-
 def _forward(model: PreTrainedModel, compiled: Callable, graphs: _Graphs, **kwargs: Any) -> Any:
     """A forward pass of a generate() call that compiles."""
     cache = _bare_cache(kwargs)
     if cache is None:
         return compiled(**kwargs)
-    if not may_compile(model, cache, (), kwargs):
-        return model(**kwargs)
-    compiled = graphs.find(model, *_ids_of((), kwargs).shape[:2])
-    if compiled is None:
+    call = None
+    if may_compile(model, cache, (), kwargs):
+        shape = graphs.shape(_ids_of((), kwargs))
+        call = graphs.find(model, shape)
+    if call is None:
         return model(**kwargs)
     cache.enter_pass()
     try:
         prepared = prepare_step(model, cache, (), kwargs, by_hooks=False)
         if prepared is not None:
-            return end_step(step_cache_of(prepared), compiled(**prepared))
+            with graphs.alone_at_first(shape):
+                output = call(**prepared)
+            return end_step(step_cache_of(prepared), output)
     except CANNOT_COMPILE as error:
-        _stay_eager(model, _first_line(error))
-    except BaseException:
-        cache.leave_pass(failed=True)
-        raise
-    cache.leave_pass(failed=True)
+        graphs.give_up(shape)
+        _say_once(model, _reason(error))
+    finally:
+        cache.leave_pass(failed=True)  # if the step has not ended
     return model(**kwargs)
 
 
 def may_compile(model: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward pass may be a compiled step, by what can be told before its masks are made."""
+    """Whether a forward pass may be a compiled step, by what can be told before its masks are made. Where it is one
+    that other models would compile, the reason why not is said, once."""
     ids = _ids_of(args, kwargs)
-    return (
-        isinstance(ids, torch.Tensor)
-        and ids.shape[1] <= MAX_QUERIES
-        and cache.batch_size == ids.shape[0]
-        and len(args) < 2
-        and not torch.is_grad_enabled()
-        and kwargs.get("use_cache") is not False
-        and not kwargs.get("output_attentions")
-        and not decodes_eagerly(model, cache)
-    )
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.shape[1] > MAX_QUERIES
+        or cache.batch_size != ids.shape[0]
+        or len(args) > 1
+        or torch.is_grad_enabled()
+        or model.training
+        or kwargs.get("use_cache") is False
+        or kwargs.get("output_attentions")
+    ):
+        return False
+    if not getattr(model, "_can_compile_fullgraph", False):
+        reason = "transformers does not mark it as one that can be compiled in one graph"
+    else:
+        reason = cache.not_compiled_because()
+        if has_forwards_of_ours(model):
+            reason = reason or model.config._attn_implementation.eager_because
+    if reason is not None:
+        _say_once(model, reason)
+    return reason is None
+
+
+def _say_once(model: PreTrainedModel, reason: str) -> None:
+    said = vars(model).setdefault(EAGER_BECAUSE, set())
+    if reason not in said:
+        said.add(reason)
+        logger.warning("%s decodes without torch.compile: %s", type(model).__name__, reason)
+
+
+def _reason(error: BaseException) -> str:
+    """What an error of torch.compile says, in one line: the first of its text, and what torch adds for developers,
+    which names an exception within the graph."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    context = [line for line in lines[1:] if line.startswith("Developer debug context:")]
+    return ". ".join([f"{type(error).__name__}: {lines[0] if lines else ''}", *context[:1]])[:500]
 
 
 def prepare_step(
@@ -212,11 +239,15 @@ def prepare_step(
     ids, mask = _ids_of(args, kwargs), kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2):
         return None
+    if by_hooks and kwargs.get("position_ids") is None and cache.has_padding:
+        return None  # the model would take positions from a mask that graphs are not given
     token_types = {name: kwargs.get(name) for name in TOKEN_TYPES}
     if cache.only_extends(mask) and all(types is None for types in token_types.values()):
         cache.begin_extended(ids.shape[0])
     else:
         create = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+        if has_forwards_of_ours(model):  # Bloom makes none there
+            create = create_masks_for_generate
         create(
             config=model.config,
             inputs_embeds=torch.empty((*ids.shape[:2], 0), dtype=model.dtype, device=ids.device),
@@ -228,14 +259,13 @@ def prepare_step(
         )
     step_cache = cache.step_cache()
     if step_cache is None:
-        if not cache.has_plain_step:
-            _stay_eager(model, "its masks say more than causal order, a window and the padding")
         return None
     step_cache.by_hooks = by_hooks
     prepared = {
         name: step_cache if value is cache else value for name, value in kwargs.items() if name not in NOT_FOR_MODELS
     }
-    prepared["attention_mask"] = step_cache.mask
+    # Bloom and Falcon count the tokens of a mask, and forwards of ours need none.
+    prepared["attention_mask"] = None if has_forwards_of_ours(model) else step_cache.mask
     return prepared
 
 
@@ -244,11 +274,19 @@ def end_step(step_cache: StepCache, output: Any) -> Any:
 
     Returns:
         The output, with the cache in place of what the graph was given.
+
+    Raises:
+        NoKernelError: the model changed keys after updating the cache, as it had not done before; the step is undone.
     """
-    cache, step_cache.user = step_cache.user, None
+    cache = step_cache.take_user()
     if output is None:
         cache.leave_pass(failed=True)
         return None
+    if step_cache.unread is not None:
+        cache.note_changed_keys()
+        raise NoKernelError(
+            "it changed keys after updating the cache, which it had not done before; run the step again"
+        )
     cache.graph_has_run()
     cache.leave_pass(failed=False)
     if isinstance(output, tuple):
@@ -256,26 +294,38 @@ def end_step(step_cache: StepCache, output: Any) -> Any:
     for name, value in list(output.items()):
         if value is step_cache:
             output[name] = cache
+        elif name == "hidden_states" and value is not None and value[0].device.type != "cpu":
+            # generate() keeps them, and a CUDA graph writes the next step's to the same places.
+            output[name] = tuple(state.clone() for state in value)
     return output
 
 
 class _EagerPasses:
-    """Forward passes that run without torch.compile although the user has compiled the model's forward()."""
+    """Forward passes that run without torch.compile although the user has compiled the model's forward(). A thread has
+    one at a time; torch's switch is one for the process."""
 
     def __init__(self) -> None:
-        self._lock, self._count, self._stance = threading.Lock(), 0, None
+        self._lock, self._open, self._stance = threading.Lock(), {}, None
 
-    def begin(self) -> None:
+    def begin(self) -> Callable[[], None]:
+        """
+        Returns:
+            What ends it.
+        """
+        thread, mine = threading.get_ident(), object()
         with self._lock:
-            if not self._count:
+            if not self._open:
                 self._stance = torch.compiler.set_stance("force_eager")
-            self._count += 1
+            self._open[thread] = mine  # in place of one that was interrupted, which nobody is told of
 
-    def end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._stance.__exit__(None, None, None)
+        def end() -> None:
+            with self._lock:
+                if self._open.get(thread) is mine:
+                    del self._open[thread]
+                    if not self._open:
+                        self._stance.__exit__(None, None, None)
+
+        return end
 
 
 _eager_passes = _EagerPasses()
@@ -284,8 +334,7 @@ _eager_passes = _EagerPasses()
 def run_eagerly(cache: PagedCache) -> None:
     """Let the forward pass that has just begun run as if its forward() were not compiled: it is a prompt, or what else
     no graph can run, and would be one graph after the other, or an error where fullgraph=True."""
-    _eager_passes.begin()
-    cache.after_pass = _eager_passes.end
+    cache.after_pass = weakref.finalize(cache, _eager_passes.begin())  # called once, at the latest with the cache's end
 
 
 def step_cache_of(kwargs: dict[str, Any]) -> StepCache | None:
@@ -306,8 +355,3 @@ def _bare_cache(kwargs: dict[str, Any]) -> PagedCache | None:
     """The PagedCache among the arguments, unless it is one of an encoder-decoder's pair."""
     cache = cache_of(kwargs)
     return cache if any(value is cache for value in kwargs.values()) else None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"

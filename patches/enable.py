@@ -1,8 +1,9 @@
 """Switching a model over to paged attention, and back.
 
 The mechanism is transformers' attention interface: the configs of the model name the implementation, and modules look
-it up at every call. Two hooks and one wrapper go with it (see `generation.py`): a forward pass of the model that fails
-is undone, a `use_cache=False` beside a cache is refused, and rows that finish are noticed.
+it up at every call. Models that do not use it are given forwards of ours where there are such (see `families.py`).
+Two hooks and one wrapper go with it (see `generation.py`): a forward pass of the model that fails is undone, a
+`use_cache=False` beside a cache is refused, and rows that finish are noticed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ from hf_paged.patches.compiled import (
     run_eagerly,
     step_cache_of,
 )
+from hf_paged.patches.families import (
+    PatchedModules,
+    find_family,
+    name_for,
+    patch_family,
+    unpatch_family,
+)
 from hf_paged.patches.generation import patch_generation, unpatch_generation
 from hf_paged.step_cache import StepCache
 
@@ -39,6 +47,7 @@ class _Enabled:
 
     implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    patched: PatchedModules = field(default_factory=PatchedModules)
 
 
 _STATE = "_hf_paged_enabled"
@@ -50,7 +59,9 @@ def enable_paged_attention(
 ) -> torch.nn.Module:
     """Let a model's attention read the blocks of a `PagedCache` where they are. Enabling twice is harmless.
 
-    Without a PagedCache the model behaves as with `attn_implementation="sdpa"`, training included.
+    Without a PagedCache the model behaves as with `attn_implementation="sdpa"`, training included. Bloom, Falcon,
+    GPT-Neo and MPT compute attention in their own code: without a PagedCache they run it as ever, and with one their
+    attention modules run forwards of ours.
 
     Args:
         model: a transformers model, or a wrapper that holds one (PEFT).
@@ -64,33 +75,36 @@ def enable_paged_attention(
 
     Raises:
         TypeError: not a transformers model.
-        NotImplementedError: the model computes attention in its own code; the message names it.
+        NotImplementedError: the model computes attention in its own code and is none of those four, or not as it is
+            known here (another implementation or setting, another library's forward); the message names it.
     """
     core = _find_model(model)
     if share_prompts is None:
         share_prompts = vars(core).get(SHARES_PROMPTS, True)
     if compile is None:
         compile = vars(core).get(COMPILES)
+    elif compile != vars(core).get(COMPILES) or compile:
+        for name in (EAGER_BECAUSE, GRAPHS):  # try again what could not be compiled
+            vars(core).pop(name, None)
     if _STATE in vars(core):
         setattr(core, SHARES_PROMPTS, share_prompts)
         setattr(core, COMPILES, compile)
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
-    refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
-    if refused is not None:
-        raise NotImplementedError(
-            f"{type(refused).__name__} computes attention in its own code instead of through transformers' attention "
-            "interface, so paged attention cannot be enabled for it. A PagedCache works with it as it is: its layers "
-            "are handed dense tensors gathered from the blocks"
-        )
+    families = {id(m): find_family(m) for m in submodels if not m._can_set_attn_implementation()}
     state = _Enabled()
     try:
         seen: set[int] = set()
         for submodel in submodels:
-            if id(submodel.config) not in seen and submodel.config._attn_implementation != IMPLEMENTATION:
-                seen.add(id(submodel.config))
-                state.implementations.append((submodel.config, submodel.config._attn_implementation_internal))
-                submodel.config._attn_implementation_internal = IMPLEMENTATION
+            config, family, name = submodel.config, families.get(id(submodel)), IMPLEMENTATION
+            if family is not None:
+                patch_family(submodel, family, state.patched)
+                name = name_for(config, family)
+            now = config._attn_implementation
+            if id(config) not in seen and (now != name or type(now) is not type(name)):
+                seen.add(id(config))
+                state.implementations.append((config, config._attn_implementation_internal))
+                config._attn_implementation_internal = name
         state.hooks.append(core.register_forward_pre_hook(_before_forward, with_kwargs=True))
         state.hooks.append(core.register_forward_hook(_after_forward, with_kwargs=True, always_call=True))
         patch_generation(core)
@@ -140,6 +154,7 @@ def _restore(model: PreTrainedModel, state: _Enabled) -> None:
     unpatch_generation(model)
     for hook in state.hooks:
         hook.remove()
+    unpatch_family(state.patched)
     for config, implementation in state.implementations:
         config._attn_implementation_internal = implementation
 

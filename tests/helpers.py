@@ -16,21 +16,29 @@ from transformers import (
     BloomForCausalLM,
     CompileConfig,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from hf_paged import PagedCache, paged_attention, use_backend
@@ -76,6 +84,15 @@ _GPT2_SIZES: dict[str, Any] = {
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
+}
+
+_OWN_CODE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 
 _BUILDERS: dict[str, Callable[..., tuple[type[PreTrainedModel], Any]]] = {
@@ -136,17 +153,49 @@ _BUILDERS: dict[str, Callable[..., tuple[type[PreTrainedModel], Any]]] = {
             )
         ),
     ),
-    # Attention in the model's own code (ALiBi), not through the attention interface.
+    # Attention in the models' own code, not through the attention interface.
     "bloom": lambda **sizes: (
         BloomForCausalLM,
-        BloomConfig(
+        BloomConfig(**(_OWN_CODE | {"hidden_size": 64, "n_layer": 2, "n_head": 4} | sizes)),
+    ),
+    "falcon": lambda **sizes: (
+        FalconForCausalLM,
+        FalconConfig(**(_OWN_CODE | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4} | sizes)),
+    ),
+    "mpt": lambda **sizes: (
+        MptForCausalLM,
+        MptConfig(
+            **(_OWN_CODE | {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 512, "use_cache": True} | sizes)
+        ),
+    ),
+    "gpt_neo": lambda **sizes: (
+        GPTNeoForCausalLM,
+        GPTNeoConfig(
+            **(
+                _OWN_CODE
+                | {
+                    "hidden_size": 64,
+                    "num_layers": 2,
+                    "num_heads": 4,
+                    "attention_types": [[["global", "local"], 1]],
+                    "window_size": 8,
+                    "max_position_embeddings": 512,
+                }
+                | sizes
+            )
+        ),
+    ),
+    "xglm": lambda **sizes: (
+        XGLMForCausalLM,
+        XGLMConfig(
             **(
                 {
                     "vocab_size": VOCAB,
-                    "hidden_size": 64,
-                    "n_layer": 2,
-                    "n_head": 4,
-                    "initializer_range": 0.2,
+                    "d_model": 64,
+                    "ffn_dim": 96,
+                    "num_layers": 2,
+                    "attention_heads": 4,
+                    "init_std": 0.2,
                     "pad_token_id": PAD,
                     "bos_token_id": None,
                     "eos_token_id": None,
@@ -156,6 +205,7 @@ _BUILDERS: dict[str, Callable[..., tuple[type[PreTrainedModel], Any]]] = {
         ),
     ),
 }
+_KNOW_EAGER_ONLY = ("bloom", "mpt", "gpt_neo", "xglm")
 _NEEDS_EAGER = ("gemma2", "gpt_oss")  # softcap and sinks, which sdpa refuses or ignores
 
 
@@ -173,7 +223,7 @@ def build_model(family: str, attn_implementation: str | None = None, seed: int =
     model_class, config = _BUILDERS[family](**sizes)
     if attn_implementation is None:
         attn_implementation = "eager" if family in _NEEDS_EAGER else "sdpa"
-    if family != "bloom":
+    if family not in _KNOW_EAGER_ONLY:
         config._attn_implementation = attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -362,6 +412,23 @@ def check_books(*caches: PagedCache) -> None:
         allocator.check([*held, *kept[group]])
 
 
-def blocks_for(lengths: Sequence[int], block_size: int) -> int:
-    """Blocks that rows of these lengths take when none is shared."""
-    return sum(-(-int(length) // block_size) for length in lengths)
+def blocks_for(lengths: Sequence[int], block_size: int, window: int | None = None, last: int = 1) -> int:
+    """Blocks that rows of these lengths take when none is shared.
+
+    Args:
+        window: of the layers, whose blocks are freed when a step begins that no longer sees them.
+        last: tokens of the last step of every row.
+    """
+    blocks = 0
+    for length in map(int, lengths):
+        left = 0 if window is None else max(length - last - (window - 1), 0) // block_size
+        blocks += -(-length // block_size) - left
+    return blocks
+
+
+def blocks_of(cache: PagedCache, lengths: Sequence[int], last: int = 1) -> int:
+    """Blocks that rows of these lengths take over all groups of a cache's layers, when none is shared."""
+    return sum(
+        blocks_for(lengths, cache.block_size, cache.pool.freed_behind(group), last)
+        for group in range(len(cache.pool.groups))
+    )

@@ -122,7 +122,7 @@ def measure_compiled(
             progress=lambda text, point=point: say(f"compiled {point}: {text}"),
         )
         if EAGER_BECAUSE in vars(paged):
-            raise RuntimeError(vars(paged)[EAGER_BECAUSE])
+            raise RuntimeError("; ".join(vars(paged)[EAGER_BECAUSE]))
         want = steppers[DYNAMIC].logits
         yield CompiledResult(
             point=point,
@@ -177,7 +177,7 @@ class _Stepper:
             )
             outputs = self.forward(**inputs, return_dict=True)
             self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
-            self.logits = outputs.logits.float()
+            self.logits = outputs.logits.to(torch.float32, copy=True)  # a CUDA graph's own are written again
         self.graphs += _count_graphs() - graphs
 
 

@@ -168,14 +168,15 @@ class Generation:
         config = CompileConfig(fullgraph=True) if on_gpu else CompileConfig(fullgraph=True, backend="eager", mode=None)
         self.compiled_model.generation_config.compile_config = config
         pool, graphs = self.pool(batch, new_tokens), counters["stats"]["unique_graphs"]
+        skips = counters["inductor"]["cudagraph_skips"]
         first, *runs = (self.run_paged(batch, new_tokens, pool) for _ in range(1 + self.bench.sizes.runs))
         refused = vars(self.compiled_model).get(EAGER_BECAUSE)
         if refused:
-            raise RuntimeError(f"decode steps were not compiled: {refused}")
+            raise RuntimeError(f"decode steps were not compiled: {'; '.join(refused)}")
         return self.values(batch, runs) | {
             "first_call_s": first.times[-1] - first.began,
             "graphs": counters["stats"]["unique_graphs"] - graphs,
-            "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"] - skips,
         }
 
     def eager(self, batch: int, ways: dict[str, Callable[[int, int], Generated]]) -> dict[str, list[Generated]]:
