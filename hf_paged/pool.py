@@ -140,7 +140,6 @@ class BlockPool:
             with self.lock:
                 self.prefixes.clear()
 
-<<<<<<< HEAD
     def freed_behind(self, group: int) -> int | None:
         """The window of a group of layers whose blocks are freed once they have left it, else None.
 
@@ -148,7 +147,7 @@ class BlockPool:
         """
         layers = self.groups[group]
         return layers.window if layers.kind == "sliding_attention" and self.prefixes is None else None
-=======
+
     def step_cache(self, key: tuple, make: Callable[[], Any]) -> Any:
         """What compiled decode steps of a kind are given instead of a cache; see `hf_paged.step_cache`.
 
@@ -166,7 +165,6 @@ class BlockPool:
                 found = self._step_caches[key] = make()
             self._step_caches.move_to_end(key)
             return found
->>>>>>> main
 
     @property
     def is_sized(self) -> bool:
