@@ -7,8 +7,10 @@ copy of its own first (copy-on-write). The scheme is PagedAttention's (Kwon et a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hf_paged.errors import OutOfBlocksError
 
@@ -53,6 +55,19 @@ class Growth:
     """The allocator's count of changes after this one."""
     before: list[tuple[BlockTable, int, int, int | None]] = field(default_factory=list)
     """Per grown table: the table, its length and number of blocks before, and its last block if others shared it."""
+
+
+class _Left(NamedTuple):
+    """A table before blocks left it at its beginning."""
+
+    table: BlockTable
+    first: int
+    held: list[int]
+    blocks: list[int]
+    """Those that left."""
+    references: list[int]
+    """Of these."""
+    idle: int
 
 
 @dataclass(slots=True)
@@ -154,38 +169,38 @@ class BlockAllocator:
         """
         if needed_from is None:
             return self._grow(tables, counts)
-        left = [
-            (table, self._leave(table, start))
-            for table, count, start in zip(tables, counts, needed_from, strict=True)
-            if count
-        ]
+        left: list[_Left] = []
         try:
+            for table, count, start in zip(tables, counts, needed_from, strict=True):
+                if count and start // self.block_size > table.first:
+                    self._leave(table, start, left)
             return self._grow(tables, counts)
         except BaseException:
-            for table, blocks in reversed(left):
-                self._come_back(table, blocks)
+            self._come_back(left)
             raise
 
-    def _leave(self, table: BlockTable, needed_from: int) -> list[int]:
-        """Return the blocks of tokens before `needed_from`."""
+    def _leave(self, table: BlockTable, needed_from: int, left: list[_Left]) -> None:
+        """Return the blocks of tokens before `needed_from`. What was is noted in `left` before it is changed."""
         count = min(needed_from // self.block_size - table.first, len(table.blocks))
-        if count <= 0 or table.is_parked:
-            return []
-        left = table.blocks[:count]
+        blocks = table.blocks[:count]
+        references = [self._references[block] for block in blocks]
+        left.append(_Left(table, table.first, list(table.blocks), blocks, references, self._idle))
         del table.blocks[:count]
         table.first += count
         self._stamp += 1
-        self._drop(left)
-        return left
+        self._drop(blocks)
 
-    def _come_back(self, table: BlockTable, left: list[int]) -> None:
-        """Undo `_leave`, if nothing was taken since."""
-        for block in left:
-            if self._references[block] == 0:
-                self._free.remove(block)
-        self._hold(left)
-        table.blocks[:0] = left
-        table.first -= len(left)
+    def _come_back(self, left: list[_Left]) -> None:
+        """Undo what `_leave` has done, if nothing was taken since."""
+        for note in reversed(left):
+            for block, count in zip(note.blocks, note.references, strict=True):
+                if self._references[block] == 0:
+                    with contextlib.suppress(ValueError):  # an interrupt came before it was put there
+                        self._free.remove(block)
+                self._references[block] = count
+            note.table.blocks[:] = note.held
+            note.table.first = note.first
+            self._idle = note.idle
 
     def _grow(self, tables: Sequence[BlockTable], counts: Sequence[int]) -> Growth:
         plan = self._plan_growth(tables, counts)
@@ -348,8 +363,10 @@ class BlockAllocator:
         Raises:
             ValueError: `length` is negative or more than the table holds, or the block of its last token has left.
         """
-        if not 0 <= length <= table.length or 0 < length <= table.first * self.block_size:
-            raise ValueError(f"cannot truncate {table} to {length} tokens")
+        if not 0 <= length <= table.length:
+            raise ValueError(f"cannot truncate a table of {table.length} tokens to {length}")
+        if 0 < length <= table.first * self.block_size:
+            raise ValueError(f"cannot truncate to {length} tokens {table}, whose first blocks have left")
         keep = -(-length // self.block_size) - table.first if length else 0
         dropped = table.blocks[keep:]
         if table.is_parked:

@@ -381,8 +381,12 @@ def test_an_interrupt_while_a_table_is_changed_leaves_everything_as_before(victi
     allocator.check(tables)
 
 
-def test_an_interrupt_at_any_line_of_grow_leaves_everything_as_before():
-    code = BlockAllocator.grow.__code__
+@pytest.mark.parametrize("leaving", [False, True])
+def test_an_interrupt_at_any_line_of_grow_leaves_everything_as_before(leaving):
+    """Also where blocks leave at the beginning."""
+    functions = (BlockAllocator.grow, BlockAllocator._grow, BlockAllocator._leave, BlockAllocator._drop)
+    codes = {function.__code__ for function in functions}
+    start = [8, 4, 4, 0, 4, 0] if leaving else None
     tracer = sys.gettrace()
     interrupted = set()
     for stop in count(1):
@@ -393,9 +397,9 @@ def test_an_interrupt_at_any_line_of_grow_leaves_everything_as_before():
 
         def trace(frame, event, arg, stop=stop):
             nonlocal seen
-            if frame.f_code is not code:
+            if frame.f_code not in codes:
                 return None
-            returns = linecache.getline(code.co_filename, frame.f_lineno).strip().startswith("return")
+            returns = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("return")
             if event == "line" and not returns:  # it is done then
                 seen += 1
                 if seen == stop:
@@ -405,7 +409,7 @@ def test_an_interrupt_at_any_line_of_grow_leaves_everything_as_before():
 
         sys.settrace(trace)
         try:
-            allocator.grow(tables, [1, 9, 5, 20, 1, 6])
+            allocator.grow(tables, [1, 9, 5, 20, 1, 6], start)
         except KeyboardInterrupt:
             pass
         else:
