@@ -1,0 +1,277 @@
+"""One model class: the same prompts with the ordinary cache, a PagedCache as it is, and with paged attention."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+import hf_paged.attention
+from hf_paged import PagedCache, disable_paged_attention, enable_paged_attention
+from hf_paged.layer import PagedLayer
+from hf_paged.sweep.tiny import FIRST_SPECIAL, build, layer_kinds
+
+LENGTHS = (5, 9, 12)
+NEW = 12
+TOLERANCE = 1e-3
+OUTCOMES = ("kernel", "mixed", "dense", "refused", "no reference", "mismatch", "crash")
+_HOUSE = Path(hf_paged.attention.__file__).parent.resolve()
+_OURS = [str(folder.resolve()) for folder in (_HOUSE, _HOUSE / "kernels", _HOUSE / "patches")]
+
+
+@dataclass
+class Line:
+    """What was found of one class."""
+
+    type: str
+    cls: str
+    mapping: str
+    kinds: list[str]
+    outcome: str = "no reference"
+    reason: str = ""
+    plain: str = ""
+    """`equal`, or what a PagedCache gave on the model as it is."""
+    layers: str = ""
+    """Layers through the kernel, of those that stored something."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Different(Exception):
+    """Tokens or logits are other than with the ordinary cache."""
+
+
+@dataclass
+class Output:
+    """Logits are `[steps, rows, vocab]`."""
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+def check(mapping: str, model_type: str, class_name: str) -> Line:
+    """Run one class in all ways. Whatever goes wrong is told in the line."""
+    line = Line(model_type, class_name, mapping, [])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            model = build(model_type, class_name, mapping)
+            line.kinds = list(dict.fromkeys(layer_kinds(model.config)))
+            inputs = prompts(model, mapping)
+            expected = run(model, inputs, None)
+            if blind := _blindness(model, inputs, expected):
+                line.reason = blind
+                return line
+        except Exception as error:
+            line.reason = _describe(error)
+            return line
+        line.plain, line.reason = _outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
+        try:
+            enable_paged_attention(model)
+        except NotImplementedError as error:
+            if line.plain == "equal":
+                line.outcome, line.reason = "dense", _describe(error)
+            else:
+                line.outcome = line.plain
+            return line
+        plain_reason = line.reason
+        with watched() as seen:
+            enabled, line.reason = _outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
+        disable_paged_attention(model)
+        line.layers = f"{seen.through_kernel} of {seen.stored}"
+        line.outcome = enabled if enabled != "equal" else seen.outcome()
+        if line.plain in ("mismatch", "crash") and line.outcome not in ("mismatch", "crash"):
+            line.outcome, line.reason = line.plain, f"as it is: {plain_reason}"
+    return line
+
+
+def prompts(model: PreTrainedModel, mapping: str) -> dict[str, Any]:
+    """Three rows of different lengths, padded on the left, as generate() takes them. Models that listen or look get
+    noise; then the rows of an encoder-decoder model begin with a short prompt of the decoder's."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(LENGTHS):
+        ids[row, -length:] = torch.randint(3, FIRST_SPECIAL - 10, (length,), generator=generator)
+        mask[row, -length:] = 1
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": ids, "attention_mask": mask}
+    decoder_ids = torch.randint(3, FIRST_SPECIAL - 10, (len(LENGTHS), 4), generator=generator)
+    inputs: dict[str, Any] = {"decoder_input_ids": decoder_ids}
+    name = model.main_input_name
+    if name == "input_ids":
+        return {"input_ids": ids, "attention_mask": mask} | inputs
+    config = model.config
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
+        size = getattr(vision, "image_size", 32)
+        shape = (3, getattr(vision, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
+    elif name == "input_features":
+        encoder = getattr(config, "encoder_config", None) or config
+        bins = getattr(encoder, "num_mel_bins", None) or getattr(encoder, "input_feat_per_channel", 80)
+        length = 2 * getattr(encoder, "max_source_positions", 32)
+        shape = (3, bins, length) if config.model_type == "whisper" else (3, length, bins)
+    else:
+        shape = (3, 4000)
+    return {name: torch.randn(shape, generator=generator)} | inputs
+
+
+def paged(model: PreTrainedModel) -> Any:
+    """A PagedCache as the README says it is made for this model."""
+    cache = PagedCache(model.config, num_blocks=256)
+    return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
+
+
+def run(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> Output:
+    """Greedy generate(); `cache` None is whatever generate() takes by itself."""
+    options: dict[str, Any] = {}
+    if cache is not None:
+        parameters = inspect.signature(type(model).forward).parameters
+        options["cache" if "cache" in parameters else "past_key_values"] = cache
+    torch.manual_seed(2)  # a few models draw numbers
+    out = model.generate(
+        **inputs,
+        **options,
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=NEW,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        use_cache=True,
+    )
+    logits = torch.stack([step.float() for step in out.logits])
+    if logits.isnan().any():
+        raise Different("NaN in the logits")
+    return Output(out.sequences, logits)
+
+
+def compare(actual: Output, expected: Output) -> None:
+    """
+    Raises:
+        Different: with what differs first. A row is followed up to where its two best logits are nearly tied: there any
+            exact way of computing may choose either.
+    """
+    steps, rows, _ = expected.logits.shape
+    if actual.logits.shape != expected.logits.shape:
+        raise Different(f"logits of shape {list(actual.logits.shape)}, not {list(expected.logits.shape)}")
+    new = expected.tokens.shape[1] - steps
+    for row in range(rows):
+        for step in range(steps):
+            one, other = actual.logits[step, row], expected.logits[step, row]
+            known = other.isfinite()
+            scale = max(1.0, float(other[known].abs().max()))
+            off = float((one - other)[known].abs().max()) / scale
+            if off > TOLERANCE:
+                raise Different(f"row {row}, step {step}: logits differ by {off:.2g} of the largest")
+            if actual.tokens[row, new + step] != expected.tokens[row, new + step]:
+                best = other.topk(2).values
+                if float(best[0] - best[1]) > 2 * TOLERANCE * scale:
+                    raise Different(f"row {row}, step {step}: another token")
+                break
+
+
+def _blindness(model: PreTrainedModel, inputs: dict[str, Any], expected: Output) -> str:
+    """What makes a comparison of this model worth nothing: logits of the last step that hang on no earlier token."""
+    changed = {name: value.clone() for name, value in inputs.items()}
+    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
+    changed[name][:, -2] = (changed[name][:, -2] + 7) % (FIRST_SPECIAL - 10) + 3
+    other = run(model, changed, None)
+    if other.logits.shape != expected.logits.shape:
+        return "the number of steps hangs on the prompt"
+    first, second = other.logits[:2], expected.logits[:2]
+    known = first.isfinite() & second.isfinite()
+    if float((first - second)[known].abs().max()) < 10 * TOLERANCE:
+        return "its logits hang on no earlier token"
+    return ""
+
+
+def _outcome_of(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except Different as error:
+        return "mismatch", str(error)
+    except (ValueError, NotImplementedError, TypeError) as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_ours = str(Path(where).resolve().parent) in _OURS
+        return ("refused" if is_ours else "crash"), _describe(error)
+    except Exception as error:
+        return "crash", _describe(error)
+    return "equal", ""
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, Different):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if str(Path(last.filename).resolve().parent) in _OURS else f" ({Path(last.filename).name}:{last.lineno})"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:240]}{place}"
+
+
+class Seen:
+    """Which layers stored tokens, and which way their attention went."""
+
+    def __init__(self) -> None:
+        self.updates: Counter[int] = Counter()
+        self.kernel: Counter[int] = Counter()
+        self.dense: Counter[int] = Counter()
+
+    @property
+    def stored(self) -> int:
+        return len(self.updates)
+
+    @property
+    def through_kernel(self) -> int:
+        return sum(self.kernel[layer] > 0 and not self.dense[layer] for layer in self.updates)
+
+    def outcome(self) -> str:
+        if self.stored and self.through_kernel == self.stored:
+            return "kernel"
+        return "mixed" if self.kernel else "dense"
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Seen]:
+    """Within, every layer's attention is counted by the way that it goes."""
+    seen, attend, update = Seen(), hf_paged.attention._attend, PagedLayer.update
+    dense = hf_paged.attention.dense_attention
+    current: list[int] = []
+    went_dense: list[bool] = []
+
+    def watch_attend(layer: PagedLayer, *args: Any, **kwargs: Any) -> Any:
+        current.append(layer.index)
+        before = len(went_dense)
+        try:
+            result = attend(layer, *args, **kwargs)
+        finally:
+            current.pop()
+        (seen.kernel if len(went_dense) == before else seen.dense)[layer.index] += 1
+        return result
+
+    def watch_dense(*args: Any, **kwargs: Any) -> Any:
+        if current:
+            went_dense.append(True)
+        return dense(*args, **kwargs)
+
+    def watch_update(layer: PagedLayer, *args: Any, **kwargs: Any) -> Any:
+        seen.updates[layer.index] += 1
+        return update(layer, *args, **kwargs)
+
+    hf_paged.attention._attend, hf_paged.attention.dense_attention = watch_attend, watch_dense
+    PagedLayer.update = watch_update
+    try:
+        yield seen
+    finally:
+        hf_paged.attention._attend, hf_paged.attention.dense_attention = attend, dense
+        PagedLayer.update = update
