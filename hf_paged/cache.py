@@ -512,7 +512,12 @@ class PagedCache(Cache):
             and step.q_len == q_len
             and len(step.context_lens) == num_rows
             and not any(length == step.end for length in rows.lengths)
-            and (mask is None) == (step.mask is None)
+            and (
+                (mask is None) == (step.mask is None)
+                # The text model within Molmo 2 gets what the mask function gave to the outer one: None, and the plan
+                # knows the padding.
+                or (mask is None and self._in_pass)
+            )
             and (mask is None or np.array_equal(mask, step.mask))
         ):
             return step

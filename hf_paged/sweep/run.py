@@ -35,11 +35,11 @@ def run_pairs(pairs: list[tuple[str, str, str]], limit: float = LIMIT, tell: boo
     return lines
 
 
-def _run_batch(
-    batch: list[tuple[str, str, str]], limit: float, tell: bool
-) -> tuple[list[dict[str, Any]], str | None]:
+def _run_batch(batch: list[tuple[str, str, str]], limit: float, tell: bool) -> tuple[list[dict[str, Any]], str | None]:
     command = [sys.executable, "-m", "hf_paged.sweep.worker"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     process.stdin.write(json.dumps(batch))
     process.stdin.close()
     found: queue.Queue[str | None] = queue.Queue()

@@ -4,7 +4,56 @@ from __future__ import annotations
 
 from typing import Any
 
-ATTRIBUTES: dict[str, dict[str, Any]] = {}
+_LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
+
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_d_head": "auto"},
+    "blt": {"encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
+    "dots3_note": {},
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+        "activation_sparsity_pattern": [0.0] * 6,
+        "intermediate_size": [96] * 6,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _FULL],
+    },
+    "glm5_next": {"text_config.": {"index_kpool": 4}},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": [_LINEAR, _FULL] * 2, "mamba_d_head": "auto"},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", _FULL, "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "molmo2": {"adapter_config.": {"vision_feature_layer": [-1]}},
+    "mistral4": {"text_config.": {"qk_rope_head_dim": 8}},
+    "qwen4_exp": {
+        "text_config.": {
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 8,
+            "indexer_compress_ratio": 4,
+        }
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 230},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 230},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
+    "step3p7": {"text_config.": {"sliding_window": 8}},
+    "xlm": {"emb_dim": 64},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid"] * 2},
+}
 
 COMPOSED: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "encoder-decoder": {

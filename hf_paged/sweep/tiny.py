@@ -54,6 +54,7 @@ RULES: list[tuple[str, Any]] = [
     (r"attention_chunk_size", 8),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|.*max_position_embeddings", 128),
     (r"max_(source|target)_positions", 128),
+    (r"rotary_dim", 8),
     (r"num_position_embeddings", 64),
     (r"(.*_)?intermediate_size.*|.*ffn_dim|d_ff|dff|dim_ff|ffn_hidden_size|n_inner|mlp_dim|moe_ffn_hidden_size", 96),
     (r"num_patches|num_query_tokens|latent_query_num|resampler_n_latents|resampler_num_latents|num_image_tokens", 4),
@@ -70,6 +71,8 @@ LAYER_RULE = (
 )
 TOKEN_RULE = r".*_token_(id|index)|im_(start|end|newline)_id"
 WIDTHS = {"initializer_range": 0.2, "init_std": 0.2}
+WHERE_NONE = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+"""What some classes leave to the checkpoint."""
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": None}
 
 
@@ -86,14 +89,18 @@ def pairs() -> list[tuple[str, str, str]]:
 def tiny_config(model_type: str, class_name: str, mapping: str) -> PreTrainedConfig:
     """A small config whose model has every kind of layer that the defaults have."""
     if model_type in COMPOSED:
-        parts = {name: _shrink(CONFIG_MAPPING[kind](), 2, **extra) for name, (kind, extra) in COMPOSED[model_type].items()}
+        parts = {
+            name: _shrink(CONFIG_MAPPING[kind](), 2, **extra) for name, (kind, extra) in COMPOSED[model_type].items()
+        }
         return CONFIG_MAPPING[model_type](**parts, **TOKENS)
     config_class = _class_of(class_name).config_class
     overrides = ATTRIBUTES.get(model_type, {}) | ATTRIBUTES.get(class_name, {})
     default = CONFIG_MAPPING[model_type](**overrides.get("__init__", {}))
     if config_class is not None and not isinstance(default, config_class):
-        inner = (value for value in vars(default).values() if isinstance(value, config_class))
-        default = next(inner, None) or config_class()
+        inner = ((name, value) for name, value in vars(default).items() if isinstance(value, config_class))
+        name, default = next(inner, ("", None))
+        default = default or config_class()
+        overrides = overrides.get(f"{name}.", {})
     wanted = layer_kinds(default)
     if mapping == "CAUSAL_LM" and hasattr(default, "is_decoder") and not default.is_encoder_decoder:
         overrides = {"is_decoder": True} | overrides
@@ -133,8 +140,10 @@ def _shrink_part(
     cls = type(default)
     fields = {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
     before = _number_of_layers(default)
+    field_of = {stored: name for name, stored in getattr(cls, "attribute_map", {}).items() if name in fields}
     kwargs: dict[str, Any] = {}
     for name, value in vars(default).items():
+        name = name if name in fields else field_of.get(name, name)
         if name in overrides or name.startswith("__"):
             continue
         if isinstance(value, PreTrainedConfig):
@@ -155,9 +164,16 @@ def _shrink_part(
             if small != value:
                 kwargs[name] = small
         elif name == "rope_parameters" and isinstance(value, dict):
-            kwargs[name] = _small_rope(value)
+            kwargs[name] = _small_rope(value, "mrope_section" in getattr(cls, "ignore_keys_at_rope_validation", ()))
+        elif value is None and name in WHERE_NONE:
+            kwargs[name] = WHERE_NONE[name]
     kwargs.update({name: value for name, value in overrides.items() if not name.endswith((".", "__"))})
-    return cls(**kwargs)
+    try:
+        return cls(**kwargs)
+    except Exception as error:
+        if "eos_token_id" not in str(error):
+            raise
+        return cls(**kwargs | {"eos_token_id": VOCAB - 1})  # some insist on one
 
 
 def _small(name: str, value: int, config: PreTrainedConfig, layers: int, ids: itertools.count) -> int:
@@ -170,27 +186,31 @@ def _small(name: str, value: int, config: PreTrainedConfig, layers: int, ids: it
     for pattern, small in RULES:
         if re.fullmatch(pattern, name):
             if small == "kv_heads":
-                heads = getattr(config, "num_attention_heads", None) or value
+                heads = vars(config).get("num_attention_heads") or value
                 return 1 if value == 1 else 4 if value == heads else 2
             return small if name in ("sliding_window", "attention_chunk_size") else min(value, small)
     return value
 
 
-def _small_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _small_rope(rope: dict[str, Any], has_sections: bool) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
-        return {name: _small_rope(value) if isinstance(value, dict) else value for name, value in rope.items()}
+        return {
+            name: _small_rope(value, has_sections) if isinstance(value, dict) else value for name, value in rope.items()
+        }
     kept = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    for name in ("partial_rotary_factor", "mrope_interleaved"):
+    for name in ("partial_rotary_factor", "mrope_interleaved", "llama_4_scaling_beta"):
         if name in rope:
             kept[name] = rope[name]
-    if "mrope_section" in rope:
-        kept["mrope_section"] = [2, 3, 3]
+    if "llama_4_scaling_beta" in rope:
+        kept["original_max_position_embeddings"] = 8
+    if (has_sections and "rope_type" in rope) or "mrope_section" in rope:
+        kept["mrope_section"] = [2, 1, 1] if rope.get("partial_rotary_factor") == 0.5 else [2, 3, 3]
     return kept
 
 
 def _number_of_layers(config: PreTrainedConfig) -> int | None:
     for name in ("num_hidden_layers", "n_layer", "num_layers", "decoder_layers"):
-        value = getattr(config, name, None)
+        value = vars(config).get(name)
         if isinstance(value, int):
             return value
     return None
@@ -226,7 +246,13 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
         if "sink" in name.rsplit(".", 1)[-1]:
             torch.nn.init.normal_(parameter, mean=1.0)
     settings = model.generation_config
-    for name in ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
+    for name in (
+        "eos_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+    ):
         setattr(settings, name, None)
     settings.pad_token_id = 0
     if config.is_encoder_decoder and settings.decoder_start_token_id is None:
