@@ -77,7 +77,7 @@ def _make_mask(**kwargs: Any) -> torch.Tensor | None:
 def _needs_eager_masks(config_class: type) -> bool:
     """Whether models of this config know eager attention only. Code of their own, outside their attention functions,
     may read the masks (NLLB-MoE, BigBird-Pegasus), and takes them for numbers that are added to scores."""
-    model_classes = MODEL_MAPPING[config_class] if config_class in MODEL_MAPPING else ()
+    model_classes = MODEL_MAPPING.get(config_class, ())
     model_classes = model_classes if isinstance(model_classes, tuple) else (model_classes,)
     names = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
     return any(not any(getattr(model, name, False) for name in names) for model in model_classes)
@@ -96,7 +96,7 @@ def _begin_masked(offset: CachedLength, kwargs: dict[str, Any]) -> torch.Tensor 
     step = cache.begin_step(kwargs["batch_size"], kwargs["q_length"], kwargs.get("attention_mask"))
     kwargs["kv_length"], kwargs["kv_offset"] = step.end, 0  # of all positions, whatever the window
     if kwargs.get("attention_mask") is None and step.mask is not None:
-        kwargs["attention_mask"] = torch.from_numpy(step.mask).to(kwargs.get("device"))
+        kwargs["attention_mask"] = torch.from_numpy(step.mask).to(kwargs.get("device", "cpu"))
 
     # Causal order with a window is put together by transformers from closures that cannot be told from those of
     # chunked attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut.

@@ -243,10 +243,10 @@ class PagedLayer(CacheLayerMixin):
 
 
 def _was_told_not_to_cache(rows: Rows, index: int) -> bool:
-    """Whether `use_cache=False`, which an attention module passes on, is the caller's. The decoder layers of some models
+    """Whether the `use_cache=False` that an attention module passes on is the caller's. Decoder layers of some models
     (Olmo 3, Qwen3-VL) have it as a default of their own, which says nothing: the outermost forward pass knows."""
     step = rows.step
-    if step is not None and not step.closed and 0 < rows.lengths.count(step.end) and rows.lengths[index] != step.end:
+    if step is not None and not step.closed and step.end in rows.lengths and rows.lengths[index] != step.end:
         return False  # not the first layer of its pass, which was asked about
     outermost: dict[str, Any] | None = None
     frame = sys._getframe(1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
 from hf_paged.cache import PagedCache
@@ -76,7 +76,8 @@ def enable_paged_attention(
         setattr(core, COMPILES, compile)
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
-    refused = next((m for m in submodels if not m._can_set_attn_implementation()), None)
+    refused = _refused(core, submodels)
+    submodels = [m for m in submodels if m._can_set_attn_implementation()]
     if refused is not None:
         raise NotImplementedError(
             f"{type(refused).__name__} computes attention in its own code instead of through transformers' attention "
@@ -136,6 +137,16 @@ def paged_attention(
             vars(core).update(before)
 
 
+def _refused(core: PreTrainedModel, submodels: list[PreTrainedModel]) -> PreTrainedModel | None:
+    """The first submodel that keeps paged attention from being enabled. An encoder of images or sounds with attention
+    of its own does not, beside a decoder that goes through the interface."""
+    decoder = core.config.get_text_config(decoder=True)
+    decoders = [m for m in submodels if m.config is decoder]
+    if decoder is not core.config and decoders and all(m._can_set_attn_implementation() for m in decoders):
+        return None
+    return next((m for m in submodels if not m._can_set_attn_implementation()), None)
+
+
 def _restore(model: PreTrainedModel, state: _Enabled) -> None:
     unpatch_generation(model)
     for hook in state.hooks:
@@ -160,7 +171,18 @@ def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     cache = cache_of(kwargs)
     if cache is None:
         return None
+    _tell_offsets(cache, kwargs)
     return _begin_pass(module, cache, args, kwargs, torch.compiler.is_compiling())
+
+
+@on_the_host
+def _tell_offsets(cache: PagedCache, kwargs: dict[str, Any]) -> None:
+    """Let an encoder-decoder's pair of caches give the decoder's own query offset, by which the mask function knows the
+    cache; by itself it gives the bare length."""
+    for name in ("cache", "past_key_values"):
+        pair = kwargs.get(name)
+        if isinstance(pair, EncoderDecoderCache) and pair.self_attention_cache is cache:
+            pair.get_query_offset = cache.get_query_offset
 
 
 @on_the_host

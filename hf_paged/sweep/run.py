@@ -76,7 +76,7 @@ def _run_batch(batch: list[tuple[str, str, str]], limit: float, tell: bool) -> t
 
 
 def main() -> None:
-    """Run the sweep as asked for on the command line."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m hf_paged.sweep", description=__doc__)
     parser.add_argument("--only", action="append", metavar="TYPE", help="run these types anew; the others stay")
     parser.add_argument("--json", type=Path, default=Path("sweep.json"), help="where every line is kept")

@@ -6,10 +6,36 @@ from typing import Any
 
 _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
+_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_DOTS3 = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 32,
+    "swa_kv_lora_rank": 32,
+    "swa_head_dim": 32,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "n_group": 1,
+}
+_INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_d_head": "auto"},
     "blt": {"encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
-    "dots3_note": {},
+    "cohere_compass": {"text_config.": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}}},
+    "cohere_compass_text": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}},
+    "dbrx": {"attn_config.": {"rope_theta": 10000.0}},
+    "dots3_note": {"text_config.": _DOTS3, "vision_config.": {"mlp_layer_types": ["dense"] * 2}},
+    "dots3_note_text": _DOTS3,
+    "ernie4_5_vl_moe": {"text_config.": {"rope_parameters": _SECTIONS}},
     "gemma3n_text": {
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
@@ -45,6 +71,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 4,
     },
+    "paddleocr_vl": {"text_config.": {"rope_parameters": _SECTIONS}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 230},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 230},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},

@@ -71,7 +71,13 @@ LAYER_RULE = (
 )
 TOKEN_RULE = r".*_token_(id|index)|im_(start|end|newline)_id"
 WIDTHS = {"initializer_range": 0.2, "init_std": 0.2}
-WHERE_NONE = {"head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+WHERE_NONE = {
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
 """What some classes leave to the checkpoint."""
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 2, "eos_token_id": None}
 
