@@ -18,9 +18,9 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 import hf_paged.attention
 from hf_paged import PagedCache, disable_paged_attention, enable_paged_attention
 from hf_paged.layer import HANDLE, PagedLayer
-from hf_paged.sweep.tiny import FIRST_SPECIAL, build, layer_kinds
+from hf_paged.sweep.prompts import other_prompts, prompts
+from hf_paged.sweep.tiny import build, layer_kinds
 
-LENGTHS = (5, 9, 12)
 NEW = 12
 TOLERANCE = 1e-3
 OUTCOMES = ("kernel", "mixed", "dense", "refused", "no reference", "mismatch", "crash")
@@ -68,7 +68,7 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
         try:
             model = build(model_type, class_name, mapping)
             line.kinds = list(dict.fromkeys(layer_kinds(model.config)))
-            inputs = prompts(model, mapping)
+            inputs = prompts(model)
             expected = run(model, inputs, None)
             if blind := _blindness(model, inputs, expected):
                 line.reason = blind
@@ -96,37 +96,6 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
         if line.plain in ("mismatch", "crash") and line.outcome not in ("mismatch", "crash"):
             line.outcome, line.reason = line.plain, f"as it is: {plain_reason}"
     return line
-
-
-def prompts(model: PreTrainedModel, mapping: str) -> dict[str, Any]:
-    """Three rows of different lengths, padded on the left, as generate() takes them. Models that listen or look get
-    noise; then the rows of an encoder-decoder model begin with a short prompt of the decoder's."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(LENGTHS):
-        ids[row, -length:] = torch.randint(3, FIRST_SPECIAL - 10, (length,), generator=generator)
-        mask[row, -length:] = 1
-    if not model.config.is_encoder_decoder:
-        return {"input_ids": ids, "attention_mask": mask}
-    decoder_ids = torch.randint(3, FIRST_SPECIAL - 10, (len(LENGTHS), 4), generator=generator)
-    inputs: dict[str, Any] = {"decoder_input_ids": decoder_ids}
-    name = model.main_input_name
-    if name == "input_ids":
-        return {"input_ids": ids, "attention_mask": mask} | inputs
-    config = model.config
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
-        size = getattr(vision, "image_size", 32)
-        shape = (3, getattr(vision, "num_channels", 3), *((size, size) if isinstance(size, int) else size))
-    elif name == "input_features":
-        encoder = getattr(config, "encoder_config", None) or config
-        bins = getattr(encoder, "num_mel_bins", None) or getattr(encoder, "input_feat_per_channel", 80)
-        length = 2 * getattr(encoder, "max_source_positions", 32)
-        shape = (3, bins, length) if config.model_type == "whisper" else (3, length, bins)
-    else:
-        shape = (3, 4000)
-    return {name: torch.randn(shape, generator=generator)} | inputs
 
 
 def paged(model: PreTrainedModel) -> Any:
@@ -186,10 +155,7 @@ def compare(actual: Output, expected: Output) -> None:
 
 def _blindness(model: PreTrainedModel, inputs: dict[str, Any], expected: Output) -> str:
     """What makes a comparison of this model worth nothing: logits of the last step that hang on no earlier token."""
-    changed = {name: value.clone() for name, value in inputs.items()}
-    name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
-    changed[name][:, -2] = (changed[name][:, -2] + 7) % (FIRST_SPECIAL - 10) + 3
-    other = run(model, changed, None)
+    other = run(model, other_prompts(inputs), None)
     if other.logits.shape != expected.logits.shape:
         return "the number of steps hangs on the prompt"
     first, second = other.logits[:2], expected.logits[:2]

@@ -32,10 +32,23 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
     "cohere_compass": {"text_config.": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}}},
     "cohere_compass_text": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}},
-    "dbrx": {"attn_config.": {"rope_theta": 10000.0}},
-    "dots3_note": {"text_config.": _DOTS3, "vision_config.": {"mlp_layer_types": ["dense"] * 2}},
+    "chameleon": {"vocabulary_map": {"<image>": 200}, "image_token_id": 200},
+    "dbrx": {"attn_config.": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config.": {"mlp_layer_types": ["dense", "sparse"]}},
+    "emu3": {"vocabulary_map": {"<image>": 200}, "image_token_id": 200},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "florence2": {
+        "vision_config.": {"embed_dim": (32, 32, 32, 32), "num_heads": (2,) * 4, "num_groups": (2,) * 4},
+    },
+    "fun_asr_nano": {"adaptor_config.": {"intermediate_size": 16}},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2"},
+    "dots3_note": {
+        "text_config.": _DOTS3,
+        "vision_config.": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 64, "adapter_out_dim": 64},
+        "audio_config.": {"adapter_out_dim": 64},
+    },
     "dots3_note_text": _DOTS3,
-    "ernie4_5_vl_moe": {"text_config.": {"rope_parameters": _SECTIONS}},
+    "ernie4_5_vl_moe": {"text_config.": {"rope_parameters": _SECTIONS | {"mrope_section": [3, 3, 2]}}},
     "gemma3n_text": {
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
@@ -54,7 +67,8 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", _FULL, "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "molmo2": {"adapter_config.": {"vision_feature_layer": [-1]}},
-    "mistral4": {"text_config.": {"qk_rope_head_dim": 8}},
+    "mistral4": {"text_config.": {"qk_rope_head_dim": 16, "head_dim": 32}},
+    "nemotron_h_omni": {"vision_config.": {"video_temporal_patch_size": 2}},
     "qwen4_exp": {
         "text_config.": {
             "indexer_n_heads": 4,
@@ -78,7 +92,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config.": {"sliding_window": 8}},
     "xlm": {"emb_dim": 64},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid"] * 2},
+    "zamba": {"attention_hidden_size": 128, "num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid"] * 2},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": [_LINEAR, "hybrid"] * 2},
 }
 

@@ -42,8 +42,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         "three prompts of 5, 9 and 12 tokens padded on the left (encoders that listen get noise), 12 greedy tokens.",
         "Tokens and the logits of every step with a `PagedCache`, on the model as it is and after",
         "`enable_paged_attention(model)`, are held against those with the cache that generate() takes by itself (to",
-        "1e-3 of the largest logit), and it is watched which way a layer's attention goes. Windows are 8 tokens long, so",
-        "that they are crossed. Models that see were given text only, unless they ask for more.",
+        "1e-3 of the largest logit), and it is watched which way a layer's attention goes. Windows are 8 tokens long,",
+        "so that they are crossed. Models that see were given text only, unless they ask for more.",
         "",
         "`python -m hf_paged.sweep` repeats it and writes this page; `--only TYPE` runs one type anew.",
         "`tests/test_sweep.py` runs a sample and fails where the page is not true. This one is of transformers",
@@ -67,13 +67,13 @@ def _row(line: dict[str, Any]) -> str:
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def read(text: str) -> dict[tuple[str, str], str]:
-    """The outcomes that a page tells, by type and class."""
+def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """What a page tells of each type and class: the outcome when enabled, and that of the model as it is."""
     found = {}
     for row in text.splitlines():
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
         if len(cells) == len(COLUMNS) and cells[0] not in ("type", "---"):
-            found[cells[0], cells[1]] = cells[3].partition(" (")[0]
+            found[cells[0], cells[1]] = cells[3].partition(" (")[0], cells[4]
     return found
 
 

@@ -167,8 +167,10 @@ def _shrink_part(
             kwargs[name] = WIDTHS[name]
         elif isinstance(value, int) and not isinstance(value, bool):
             small = _small(name, value, default, layers, ids)
-            if small != value:
+            if small != value or _was_set(fields.get(name), value):
                 kwargs[name] = small
+        elif isinstance(value, bool | float | str) and _was_set(fields.get(name), value):
+            kwargs[name] = value
         elif name == "rope_parameters" and isinstance(value, dict):
             kwargs[name] = _small_rope(value, "mrope_section" in getattr(cls, "ignore_keys_at_rope_validation", ()))
         elif value is None and name in WHERE_NONE:
@@ -224,6 +226,11 @@ def _number_of_layers(config: PreTrainedConfig) -> int | None:
 
 def _is_worked_out(field: dataclasses.Field | None) -> bool:
     return field is None or field.default is None
+
+
+def _was_set(field: dataclasses.Field | None, value: Any) -> bool:
+    """Whether a part has another value than its class gives it: the whole has set it."""
+    return field is not None and field.default not in (None, dataclasses.MISSING) and field.default != value
 
 
 def _class_of(name: str) -> type[PreTrainedModel]:
