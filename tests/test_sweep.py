@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
+import hf_paged.attention
+from hf_paged.layer import PagedLayer
 from hf_paged.sweep.check import Different, Output, check, compare
 from hf_paged.sweep.run import run_pairs
 from hf_paged.sweep.table import PAGE, page, read
@@ -82,6 +85,30 @@ def test_another_token_or_other_logits_are_noticed_unless_the_best_are_tied() ->
             compare(Output(expected.tokens, wrong), expected)
     tied = Output(expected.tokens, logits + torch.tensor([0, 0, 0.9999, 0, 0]))
     compare(Output(torch.tensor([[9, 2, 4]]), tied.logits), tied)
+
+
+@pytest.mark.parametrize("way", ["kernel", "plain"])
+def test_a_window_that_is_wrong_by_one_token_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_attend" if way == "kernel" else "_update"
+    owner = hf_paged.attention if way == "kernel" else PagedLayer
+    right = getattr(owner, name)
+
+    def wrong(layer: PagedLayer, *args: Any, **kwargs: Any) -> Any:
+        if layer.window is None:
+            return right(layer, *args, **kwargs)
+        layer.window -= 1
+        try:
+            return right(
+                layer,
+                *args,
+                **{name: layer.window if name == "sliding_window" else value for name, value in kwargs.items()},
+            )
+        finally:
+            layer.window += 1
+
+    monkeypatch.setattr(owner, name, wrong)
+    line = check("CAUSAL_LM", "mistral", "MistralForCausalLM")
+    assert line.outcome == ("mismatch" if way == "kernel" else "crash"), line
 
 
 def test_a_process_that_dies_or_hangs_costs_one_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,8 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
 def paged(model: PreTrainedModel) -> Any:
     """A PagedCache as the README says it is made for this model."""
     cache = PagedCache(model.config, num_blocks=256)
-    return EncoderDecoderCache(cache, DynamicCache()) if model.config.is_encoder_decoder else cache
+    has_two = model.config.is_encoder_decoder or model.config.model_type == "blip"  # which attends to the image
+    return EncoderDecoderCache(cache, DynamicCache()) if has_two else cache
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> Output:
@@ -117,7 +118,6 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> Output:
         do_sample=False,
         num_beams=1,
         max_new_tokens=NEW,
-        pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
         use_cache=True,

@@ -31,7 +31,8 @@ def prompts(model: PreTrainedModel) -> dict[str, Any]:
     if config.model_type in SEES:
         return text | _image(model, text, generator)
     if type(model).__name__.startswith("Musicgen"):  # a row of ids for each codebook
-        return {"input_ids": ids.repeat_interleave(config.num_codebooks, 0), "attention_mask": mask}
+        ids = ids.repeat_interleave(config.num_codebooks, 0)
+        return {"input_ids": ids, "attention_mask": mask, "guidance_scale": 1.0}
     if not config.is_encoder_decoder:
         return text
     decoder = {"decoder_input_ids": torch.randint(FIRST, end, (len(LENGTHS), 4), generator=generator)}
@@ -44,7 +45,7 @@ def prompts(model: PreTrainedModel) -> dict[str, Any]:
 
 def other_prompts(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same with another token before the last."""
-    changed = {name: value.clone() for name, value in inputs.items()}
+    changed = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     ids = changed["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     ids[:, -2] = torch.where(ids[:, -2] > FIRST, ids[:, -2] - 1, ids[:, -2] + 1)
     return changed
@@ -64,7 +65,7 @@ def _image(model: PreTrainedModel, text: dict[str, Any], generator: torch.Genera
         found |= {"qformer_input_ids": text["input_ids"], "qformer_attention_mask": text["attention_mask"]}
     if config.model_type != "blip":
         frames = 4 if config.model_type == "instructblipvideo" else 1
-        token = getattr(config, "image_token_index", None) or config.video_token_index
+        token = config.video_token_index if frames > 1 else config.image_token_index
         image = torch.full((rows, config.num_query_tokens * frames), token)
         found["input_ids"] = torch.cat((image, text["input_ids"]), 1)
         found["attention_mask"] = torch.cat((torch.ones_like(image), text["attention_mask"]), 1)
@@ -88,8 +89,6 @@ def _heard(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]
     else:
         shape = (rows, 4000)
     noise = torch.randn(shape, generator=generator)
-    if name == "flattened_patches":
-        noise[..., :2] = torch.arange(1, 4).repeat_interleave(3)[:, None] * torch.tensor([1.0, 0.0]) + torch.arange(
-            1, 4
-        ).repeat(3)[:, None] * torch.tensor([0.0, 1.0])
+    if name == "flattened_patches":  # each begins with the row and the column that it is from
+        noise[..., :2] = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4))
     return {name: noise}

@@ -29,6 +29,7 @@ _INDEXER = {
 
 ATTRIBUTES: dict[str, dict[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_d_head": "auto"},
+    "blip-2": {"image_token_index": 200},
     "blt": {"encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
     "cohere_compass": {"text_config.": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}}},
     "cohere_compass_text": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}},
@@ -45,7 +46,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "text_config.": _DOTS3,
         "vision_config.": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 64, "adapter_out_dim": 64},
-        "audio_config.": {"adapter_out_dim": 64},
+        "audio_config.": {"adapter_out_dim": 64, "adapter_input_size": 64},
     },
     "dots3_note_text": _DOTS3,
     "ernie4_5_vl_moe": {"text_config.": {"rope_parameters": _SECTIONS | {"mrope_section": [3, 3, 2]}}},
@@ -64,10 +65,11 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "glm5_next": {"text_config.": {"index_kpool": 4}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": [_LINEAR, _FULL] * 2, "mamba_d_head": "auto"},
+    "instructblip": {"image_token_index": 200},
+    "instructblipvideo": {"video_token_index": 200},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", _FULL, "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "molmo2": {"adapter_config.": {"vision_feature_layer": [-1]}},
-    "mistral4": {"text_config.": {"qk_rope_head_dim": 16, "head_dim": 32}},
     "nemotron_h_omni": {"vision_config.": {"video_temporal_patch_size": 2}},
     "qwen4_exp": {
         "text_config.": {

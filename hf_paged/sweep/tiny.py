@@ -268,6 +268,6 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
     ):
         setattr(settings, name, None)
     settings.pad_token_id = 0
-    if config.is_encoder_decoder and settings.decoder_start_token_id is None:
+    if settings.decoder_start_token_id is None:
         settings.decoder_start_token_id = TOKENS["decoder_start_token_id"]
     return model
