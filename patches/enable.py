@@ -140,7 +140,10 @@ def paged_attention(
 def _refused(core: PreTrainedModel, submodels: list[PreTrainedModel]) -> PreTrainedModel | None:
     """The first submodel that keeps paged attention from being enabled. An encoder of images or sounds with attention
     of its own does not, beside a decoder that goes through the interface."""
-    decoder = core.config.get_text_config(decoder=True)
+    try:
+        decoder = core.config.get_text_config(decoder=True)
+    except ValueError:  # it has several
+        decoder = core.config
     decoders = [m for m in submodels if m.config is decoder]
     if decoder is not core.config and decoders and all(m._can_set_attn_implementation() for m in decoders):
         return None

@@ -143,6 +143,15 @@ def test_what_update_was_given_may_be_overwritten_afterwards():
     assert torch.equal(cache.layers[0].keys, expected)
 
 
+def test_what_update_returns_is_contiguous(family):
+    cache = make_cache(family)
+    for tokens in (9, 1, 2):
+        for layer in range(len(cache.layers)):
+            key, value = torch.randn(2, 3, HEADS, tokens, DIM)
+            for dense in cache.update(key, value, layer):
+                assert dense.is_contiguous()
+
+
 def test_an_empty_cache_has_lengths_of_zero(family):
     cache = make_cache(family)
     assert (cache.get_seq_length(), cache.batch_size, cache.is_initialized) == (0, -1, False)
