@@ -17,6 +17,7 @@ MEANINGS = {
     "kernel": "the attention of every layer that stores keys and values runs through the paged kernels",
     "mixed": "some of these layers do, others take the dense way",
     "dense": "all take the dense way, or the model cannot be enabled and a PagedCache serves it as it is",
+    "not used": "tokens are right, but the model keeps nothing in the cache that it is given",
     "refused": "an error by name, before anything wrong is computed",
     "no reference": "nothing to compare with: no tiny model of it could be built here, or it does not generate",
     "mismatch": "other tokens or logits than with the ordinary cache",
