@@ -8,14 +8,14 @@ express what is asked. Without a PagedCache both behave as transformers' own `sd
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, eager_mask, sdpa_mask
 
 from hf_paged.cache import CachedLength
 from hf_paged.host import on_the_host
@@ -129,8 +129,23 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
 
 
 def _mask_without_us(patched: Patched | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    build = sdpa_mask if patched is None else ALL_MASK_ATTENTION_FUNCTIONS[patched.before]
+    build = _make_mask if patched is None else ALL_MASK_ATTENTION_FUNCTIONS[patched.before]
     return build(**kwargs)
+
+
+def _make_mask(**kwargs: Any) -> torch.Tensor | None:
+    """The mask of layers without a PagedCache, or of those that go the dense way."""
+    return eager_mask(**kwargs) if _needs_eager_masks(type(kwargs.get("config"))) else sdpa_mask(**kwargs)
+
+
+@functools.cache
+def _needs_eager_masks(config_class: type) -> bool:
+    """Whether models of this config know eager attention only. Code of their own, outside their attention functions,
+    may read the masks (NLLB-MoE, BigBird-Pegasus), and takes them for numbers that are added to scores."""
+    model_classes = MODEL_MAPPING.get(config_class, ())
+    model_classes = model_classes if isinstance(model_classes, tuple) else (model_classes,)
+    names = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
+    return any(not any(getattr(model, name, False) for name in names) for model in model_classes)
 
 
 @on_the_host
@@ -144,6 +159,9 @@ def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[st
         layer = next(layer for layer in cache.layers if isinstance(layer, PagedLayer))
     group = layer.group
     step = cache.begin_step(kwargs["batch_size"], kwargs["q_length"], kwargs.get("attention_mask"))
+    kwargs["kv_length"], kwargs["kv_offset"] = step.end, 0  # of all positions, whatever the window
+    if kwargs.get("attention_mask") is None and step.mask is not None:
+        kwargs["attention_mask"] = torch.from_numpy(step.mask).to(kwargs.get("device", "cpu"))
 
     # Causal order with a window is put together by transformers from closures that cannot be told from those of
     # chunked attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut.
@@ -152,25 +170,27 @@ def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[st
     is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
     is_window = layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
     plain = not overlaid and (is_causal if layer.kind == "full_attention" else is_window)
-    build = partial(sdpa_mask, **kwargs)
-    if plain and is_window and (stored := cache.stored_positions(step)) is not None:
-        build = partial(_window_mask, stored, layer.window, **kwargs)
-    if group in step.masks and group not in step.plain_groups:
-        plain = False  # another mask for the same layers was not plain: the plan cannot tell which layer gets which
-    elif not plain:
-        step.plain_groups.discard(group)
+    if not plain:
+        # Always a tensor, never None: a model may make several masks for the same layers, and so it is known which one
+        # a layer gets.
+        if patched is not None:
+            mask = _mask_without_us(patched, kwargs | {"allow_is_causal_skip": False})
+        else:
+            mask = _whole_mask(layer.window if step.start else None, **kwargs)
+        step.other_masks.append(mask)
+        return mask
+    build = functools.partial(_make_mask if patched is None else sdpa_mask, **kwargs)
+    if is_window and (stored := cache.stored_positions(step)) is not None:
+        build = functools.partial(_window_mask, stored, layer.window, **kwargs)
     if patched is not None:
-        if not plain:
-            step.masks[group] = mask = _mask_without_us(patched, kwargs)
-            return mask
         step.plain_groups.add(group)
         step.masks[group], step.build_mask[group] = None, build
         return None if patched.takes_none else _stand_in(kwargs)
     members = [cache.layers[index] for index in cache.pool.groups[group].layers]
     if (
-        plain
-        and not step.must_be_dense
+        not step.must_be_dense
         and not layer.rows.always_dense
+        and not _needs_eager_masks(type(kwargs.get("config")))
         and all(member.hands_over for member in members)
     ):
         mask = None
@@ -178,8 +198,7 @@ def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[st
     else:
         mask = build()
         step.unmasked_groups.discard(group)
-    if plain:
-        step.plain_groups.add(group)
+    step.plain_groups.add(group)
     step.masks[group] = mask
     if mask is None:
         step.build_mask[group] = build
@@ -193,6 +212,20 @@ def _stand_in(kwargs: dict[str, Any]) -> torch.Tensor:
     return mask
 
 
+def _whole_mask(window: int | None, **kwargs: Any) -> torch.Tensor:
+    """A mask for layers that take the dense way.
+
+    Args:
+        window: other caches drop what is outside it, so nobody sees that, whatever the mask says.
+    """
+    mask = _make_mask(**(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+    outside = 0 if window is None else kwargs["q_offset"] - window + 1
+    if outside > 0:
+        mask = mask.clone()
+        mask[..., :outside] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return mask
+
+
 def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor | None:
     """The mask of a sliding window counted in stored tokens, as the kernels do. transformers counts positions, which is
     not the same where a row has padding between its tokens.
@@ -201,7 +234,7 @@ def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor
         stored: `[rows, kv_length]` bool: which positions have a token in the blocks.
         window: tokens that a query sees, itself included.
     """
-    mask = sdpa_mask(**kwargs)
+    mask = _make_mask(**kwargs)
     if mask is None:
         return mask
     start, end = kwargs["q_offset"], kwargs["q_offset"] + kwargs["q_length"]
@@ -211,7 +244,8 @@ def _window_mask(stored: np.ndarray, window: int, **kwargs: Any) -> torch.Tensor
     shown = seen & causal
     if kwargs["attention_mask"] is not None:
         shown = shown & kwargs["attention_mask"][:, None, :end]
-    return shown[:, None]  # [rows, 1, q_length, kv_length]
+    shown = shown[:, None]  # [rows, 1, q_length, kv_length]
+    return shown if mask.dtype == torch.bool else mask.new_zeros(shown.shape).masked_fill(~shown, mask.min())
 
 
 def paged_attention_forward(
@@ -308,7 +342,7 @@ def _attend(
         and asked.position_bias is None
         and asked.window == layer.window
         and query.shape[2] == step.q_len
-        and (step.q_len == 1 or (is_causal if is_causal is not None else getattr(module, "is_causal", True)))
+        and (step.q_len == 1 or is_causal is not False)
         and layer.backend.unsupported(query.dtype, layer.storage) is None
     ):
         plan = step.on(group, query.device)
@@ -326,7 +360,8 @@ def _attend(
             output = _refuse_backward(output, query)
         return output, None
 
-    if not (group in step.masks and (left_to_us or attention_mask is ours)) and layer.rows.has_left_window(group):
+    made_by_us = (group in step.masks and attention_mask is ours) or any(attention_mask is m for m in step.other_masks)
+    if not (left_to_us or made_by_us) and layer.rows.has_left_window(group):
         raise NotImplementedError(
             f"{type(module).__name__} was given a mask of its own, but blocks of this layer have left its window of "
             f"{layer.window} tokens and were freed. Use the model with disable_paged_attention(model), or a 2-D "
@@ -335,7 +370,9 @@ def _attend(
     if handle.is_placeholder:
         key, value = layer.gather()
     if left_to_us:
-        attention_mask = step.build_mask[group]()
+        # Some modules are not causal by themselves, and rely on their mask.
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        attention_mask = step.build_mask[group](**({} if causal else {"allow_is_causal_skip": False}))
     position_bias = asked.position_bias
     if asked.alibi_slopes is not None or asked.local_window is not None:
         places = _places(layer, step, query.device)

@@ -434,13 +434,13 @@ class PagedCache(Cache):
         """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
         without one."""
         rows, step = self._rows, self._rows.step
-        if step is not None and len(step.plain_groups) != len(self.pool.groups):
+        if step is None or step.closed:  # the masks were made in a way that did not begin one
+            return None
+        if step.other_masks or len(step.plain_groups) != len(self.pool.groups):
             self._masks_say_more = True
             return None
         if (
-            step is None
-            or step.closed  # the masks were made in a way that did not begin one
-            or not step.allocated
+            not step.allocated
             or step.must_be_dense
             or step.was_empty
             or any(mask is not None for mask in step.masks.values())
@@ -526,7 +526,12 @@ class PagedCache(Cache):
             and step.q_len == q_len
             and len(step.context_lens) == num_rows
             and not any(length == step.end for length in rows.lengths)
-            and (mask is None) == (step.mask is None)
+            and (
+                (mask is None) == (step.mask is None)
+                # The text model within Molmo 2 gets what the mask function gave to the outer one: None, and the plan
+                # knows the padding.
+                or (mask is None and self._in_pass)
+            )
             and (mask is None or np.array_equal(mask, step.mask))
         ):
             return step

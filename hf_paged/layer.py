@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_paged.kernels import select
@@ -124,9 +126,9 @@ class PagedLayer(CacheLayerMixin):
     def _update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if (kwargs.get("kwargs") or {}).get("use_cache") is False:
-            raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
         rows, index = self.rows, self.index
+        if (kwargs.get("kwargs") or {}).get("use_cache") is False and _was_told_not_to_cache(rows, index):
+            raise ValueError("use_cache=False was passed together with a cache; leave out one of them")
         key, value = key_states.detach(), value_states.detach()
         # Checked before anything is allocated, so that a wrong model changes nothing.
         self.lazy_initialization(key, value) if self.storage is None else self._check(key, value)
@@ -173,21 +175,29 @@ class PagedLayer(CacheLayerMixin):
         elif step.was_empty:
             keys, values = key_states, value_states
         else:
-            keys, values = _join_graph(self.gather(), key_states, value_states)
+            # A mask that we did not make covers what `get_mask_sizes` told.
+            first = 0 if step.sees_mask else self._outside_window(step.start)
+            keys, values = _join_graph(self.gather(first), key_states, value_states)
         handle = Handle(self._ref, step, key_states, value_states, is_placeholder)
         setattr(keys, HANDLE, handle)
         setattr(values, HANDLE, handle)
         return keys, values
 
-    def gather(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all padded positions, `[rows, kv_heads, length, dim]`, zeros where none is stored."""
+    def gather(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all padded positions from `first` on, `[rows, kv_heads, length, dim]`, zeros where none is
+        stored."""
         blocks, offsets, holes = self.rows.dense_index(self.group, self.storage.device)
+        if first:
+            blocks, offsets = blocks[:, first:], offsets[:, first:]
+            holes = None if holes is None else holes[:, first:]
         dense = []
         for source in (self.storage.key_blocks, self.storage.value_blocks):
-            out = source[blocks, :, offsets]  # [rows, length, kv_heads, dim]
+            heads = torch.arange(source.shape[1], device=source.device)
+            # Contiguous, as other caches give it: some models view() what they get.
+            out = source[blocks[:, None], heads[:, None], offsets[:, None]]  # [rows, kv_heads, length, dim]
             if holes is not None:
-                out.masked_fill_(holes[:, :, None, None], 0)
-            dense.append(out.transpose(1, 2))
+                out.masked_fill_(holes[:, None, :, None], 0)
+            dense.append(out)
         return dense[0], dense[1]
 
     def _check(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -204,8 +214,16 @@ class PagedLayer(CacheLayerMixin):
             self.rows.pool.storage(self.index, key, value)  # says what is wrong
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a mask must cover: all padded positions, windowed layers too."""
-        return self.get_seq_length() + query_length, 0
+        """Length and offset of the keys that a mask must cover where it is not made by our mask function, which covers
+        all. Of windowed layers these are the positions that other caches keep: the masks of some models (Moshi) know no
+        window, and rely on that."""
+        length = self.get_seq_length()
+        first = self._outside_window(length)
+        return length - first + query_length, first
+
+    def _outside_window(self, length: int) -> int:
+        """Positions at the beginning that no later query sees."""
+        return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def get_seq_length(self) -> int:
         """Padded length: what transformers slices input ids by. Tokens stored are in `PagedCache.stats()`."""
@@ -224,6 +242,25 @@ class PagedLayer(CacheLayerMixin):
 
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache
     offload = prefetch = _whole_cache
+
+
+def _was_told_not_to_cache(rows: Rows, index: int) -> bool:
+    """Whether the `use_cache=False` that an attention module passes on is the caller's. Decoder layers of some models
+    (Olmo 3, Qwen3-VL) have it as a default of their own, which says nothing: the outermost forward pass knows."""
+    step = rows.step
+    if step is not None and not step.closed and step.end in rows.lengths and rows.lengths[index] != step.end:
+        return False  # not the first layer of its pass, which was asked about
+    outermost: dict[str, Any] | None = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            outermost = frame.f_locals
+        frame = frame.f_back
+    if outermost is None:
+        return True
+    passed = outermost.get("kwargs")
+    told = outermost.get("use_cache", passed.get("use_cache") if isinstance(passed, dict) else None)
+    return told is False or (told is None and getattr(outermost["self"].config, "use_cache", True) is False)
 
 
 def allocate(rows: Rows, step: StepPlan) -> None:

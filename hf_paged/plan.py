@@ -67,6 +67,8 @@ class StepPlan:
     """`[rows, >= start + q_len]` bool: the padding mask, where known and not None."""
     plain_groups: set[int] = field(default_factory=set)
     """Groups whose mask says no more than causal order, the group's window and the padding."""
+    other_masks: list[torch.Tensor] = field(default_factory=list)
+    """Masks that were made and say more."""
     masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
     """Per group: the mask handed to the model last."""
     build_mask: dict[int, Callable[[], torch.Tensor | None]] = field(default_factory=dict)
@@ -110,6 +112,7 @@ class StepPlan:
         self.masks.clear()
         self.build_mask.clear()
         self.unmasked_groups.clear()
+        self.other_masks.clear()
         self.dense_index.clear()
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from hf_paged.attention import IMPLEMENTATION
 from hf_paged.cache import PagedCache
@@ -91,7 +91,8 @@ def enable_paged_attention(
         setattr(core, COMPILES, compile)
         return model
     submodels = [module for module in core.modules() if isinstance(module, PreTrainedModel)]
-    families = {id(m): find_family(m) for m in submodels if not m._can_set_attn_implementation()}
+    families = {id(m): find_family(m) for m in _outside_the_interface(core, submodels)}
+    submodels = [m for m in submodels if m._can_set_attn_implementation() or id(m) in families]
     state = _Enabled()
     try:
         seen: set[int] = set()
@@ -150,6 +151,19 @@ def paged_attention(
             vars(core).update(before)
 
 
+def _outside_the_interface(core: PreTrainedModel, submodels: list[PreTrainedModel]) -> list[PreTrainedModel]:
+    """The submodels with attention of their own that must be given forwards of ours. An encoder of images or sounds
+    need not, beside a decoder that goes through the interface."""
+    try:
+        decoder = core.config.get_text_config(decoder=True)
+    except ValueError:  # it has several
+        decoder = core.config
+    decoders = [m for m in submodels if m.config is decoder]
+    if decoder is not core.config and decoders and all(m._can_set_attn_implementation() for m in decoders):
+        return []
+    return [m for m in submodels if not m._can_set_attn_implementation()]
+
+
 def _restore(model: PreTrainedModel, state: _Enabled) -> None:
     unpatch_generation(model)
     for hook in state.hooks:
@@ -175,7 +189,18 @@ def _before_forward(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]
     cache = cache_of(kwargs)
     if cache is None:
         return None
+    _tell_offsets(cache, kwargs)
     return _begin_pass(module, cache, args, kwargs, torch.compiler.is_compiling())
+
+
+@on_the_host
+def _tell_offsets(cache: PagedCache, kwargs: dict[str, Any]) -> None:
+    """Let an encoder-decoder's pair of caches give the decoder's own query offset, by which the mask function knows the
+    cache; by itself it gives the bare length."""
+    for name in ("cache", "past_key_values"):
+        pair = kwargs.get(name)
+        if isinstance(pair, EncoderDecoderCache) and pair.self_attention_cache is cache:
+            pair.get_query_offset = cache.get_query_offset
 
 
 @on_the_host

@@ -1,0 +1,3 @@
+from hf_paged.sweep.run import main
+
+main()

@@ -1,0 +1,136 @@
+"""`patches/MODELS.md` is true: a sample of its classes is run, and with `-m slow` every one.
+
+`python -m hf_paged.sweep` writes the page.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_paged.attention
+from hf_paged.layer import PagedLayer
+from hf_paged.sweep.check import Different, Output, check, compare
+from hf_paged.sweep.run import run_pairs
+from hf_paged.sweep.table import PAGE, page, read
+from hf_paged.sweep.tiny import pairs
+
+TOLD = read(PAGE.read_text(encoding="utf-8"))
+
+SAMPLE = [
+    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm",
+    "deepseek_v3", "diffllama", "doge", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
+    "gemma4_text", "git", "glm4", "glm_moe_dsa", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "got_ocr2",
+    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax",
+    "ministral", "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "nllb-moe", "olmo3", "openai-gpt",
+    "opt", "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "whisper",
+]  # fmt: skip
+"""Model types: every outcome, every kind of layers, and all that the sweep once found to be wrong."""
+
+of_this_version = pytest.mark.skipif(
+    f"transformers\n{transformers.__version__} " not in PAGE.read_text(encoding="utf-8"),
+    reason="the page is of another version of transformers",
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@of_this_version
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pair", [pair for pair in pairs() if pair[1] in SAMPLE], ids="-".join)
+def test_a_class_does_what_the_page_says(pair: tuple[str, str, str]) -> None:
+    line = check(*pair)
+    assert (line.outcome, line.plain) == TOLD[pair[1:]], line
+
+
+@of_this_version
+def test_the_page_has_every_class_once_and_none_is_wrong() -> None:
+    assert list(TOLD) == [pair[1:] for pair in pairs()]
+    enabled, plain = zip(*TOLD.values(), strict=True)
+    assert not {*enabled, *plain} & {"mismatch", "crash"}
+    assert sum(outcome != "no reference" for outcome in enabled) >= 290
+
+
+def test_a_page_reads_as_it_was_written() -> None:
+    lines = [
+        {"type": "a", "cls": "A", "mapping": "CAUSAL_LM", "kinds": ["full_attention"], "outcome": "mixed"}
+        | {"reason": "x | y", "plain": "equal", "layers": "1 of 2"},
+        {"type": "b", "cls": "B", "mapping": "SPEECH_SEQ_2_SEQ", "kinds": [], "outcome": "no reference"}
+        | {"reason": "", "plain": "", "layers": ""},
+    ]
+    assert read(page(lines)) == {("a", "A"): ("mixed", "equal"), ("b", "B"): ("no reference", "")}
+
+
+def test_another_token_or_other_logits_are_noticed_unless_the_best_are_tied() -> None:
+    logits = torch.zeros(2, 1, 5)
+    logits[:, 0, 3] = 1.0
+    expected = Output(torch.tensor([[9, 3, 3]]), logits)
+    compare(expected, expected)
+    with pytest.raises(Different, match="another token"):
+        compare(Output(torch.tensor([[9, 3, 2]]), logits), expected)
+    for wrong in (logits + torch.tensor([0, 0, 0.01, 0, 0]), logits * float("nan")):
+        with pytest.raises(Different, match="logits"):
+            compare(Output(expected.tokens, wrong), expected)
+    tied = Output(expected.tokens, logits + torch.tensor([0, 0, 0.9999, 0, 0]))
+    compare(Output(torch.tensor([[9, 2, 4]]), tied.logits), tied)
+
+
+@pytest.mark.parametrize("way", ["kernel", "plain"])
+def test_a_window_that_is_wrong_by_one_token_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "_attend" if way == "kernel" else "_update"
+    owner = hf_paged.attention if way == "kernel" else PagedLayer
+    right = getattr(owner, name)
+
+    def wrong(layer: PagedLayer, *args: Any, **kwargs: Any) -> Any:
+        if layer.window is None:
+            return right(layer, *args, **kwargs)
+        layer.window -= 1
+        try:
+            return right(
+                layer,
+                *args,
+                **{name: layer.window if name == "sliding_window" else value for name, value in kwargs.items()},
+            )
+        finally:
+            layer.window += 1
+
+    monkeypatch.setattr(owner, name, wrong)
+    line = check("CAUSAL_LM", "mistral", "MistralForCausalLM")
+    assert line.outcome == ("mismatch" if way == "kernel" else "crash"), line
+
+
+def test_a_process_that_dies_or_hangs_costs_one_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chosen = [pair for pair in pairs() if pair[1] in ("llama", "mistral")]
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, time, transformers\n"
+        "class Dies:\n"
+        "    def __getattr__(self, name): os._exit(3)\n"
+        "class Hangs:\n"
+        "    def __getattr__(self, name): time.sleep(99)\n"
+        "transformers.Dies, transformers.Hangs = Dies(), Hangs()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    strange = [("CAUSAL_LM", "llama", name) for name in ("Dies", "Hangs")]
+    lines = run_pairs([chosen[0], *strange, chosen[1]], limit=20, tell=False)
+    assert [line["outcome"] for line in lines] == ["kernel", "crash", "crash", "kernel"]
+    assert "code 3" in lines[1]["reason"] and "20 s" in lines[2]["reason"]
+
+
+@of_this_version
+@pytest.mark.slow
+def test_the_whole_page_is_true() -> None:
+    lines = run_pairs(pairs())
+    outcomes = {(line["type"], line["cls"]): (line["outcome"], line["plain"]) for line in lines}
+    assert outcomes == TOLD
