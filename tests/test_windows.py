@@ -190,6 +190,7 @@ def test_a_mask_of_ones_own_over_freed_blocks_is_refused() -> None:
         forward(model, ids[:, 21:22], cache)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 @pytest.mark.parametrize("way", [*WAYS, "triton"])
 @torch.no_grad()
 def test_other_rows_write_into_blocks_that_were_freed(way: str) -> None:
