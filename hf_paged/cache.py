@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from hf_paged.host import on_the_host
+from hf_paged.hybrid_layer import HybridPagedLayer
 from hf_paged.layer import PagedLayer, allocate
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool, LayerGroup
@@ -28,6 +29,8 @@ from hf_paged.stats import CacheStats, collect_stats
 from hf_paged.step_cache import StepCache
 
 PAGED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+HYBRID_KINDS = {"hybrid": "full_attention"}
+"""Kinds of layers that have a recurrent state beside attention, and which attention it is."""
 STATE_KINDS = ("linear_attention", "conv", "dummy")
 
 _CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
@@ -99,7 +102,7 @@ class PagedCache(Cache):
                 f"{config.model_type} has no attention layers, so there is nothing to page; use transformers' own cache"
             )
         pool.bind(groups)
-        has_state = any(kind in STATE_KINDS and kind != "dummy" for kind in kinds)
+        has_state = any(kind in HYBRID_KINDS or (kind in STATE_KINDS and kind != "dummy") for kind in kinds)
         self._attach(Rows(pool, len(kinds), has_state), kinds, kwargs)
 
     def _attach(self, rows: Rows, kinds: Sequence[str], kwargs: Sequence[dict]) -> None:
@@ -113,10 +116,14 @@ class PagedCache(Cache):
         self._mask_before = self._known_mask = _NO_MASK  # of the step before, as it was passed, and of the one to come
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
-        layers = [
-            PagedLayer(rows, index, group_of[index]) if index in group_of else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwarg)
-            for index, (kind, kwarg) in enumerate(zip(kinds, kwargs, strict=True))
-        ]
+        layers: list[Any] = []
+        for index, (kind, options) in enumerate(zip(kinds, kwargs, strict=True)):
+            if kind in HYBRID_KINDS:
+                layers.append(HybridPagedLayer(rows, index, group_of[index], **options))
+            elif index in group_of:
+                layers.append(PagedLayer(rows, index, group_of[index]))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
         super().__init__(layers=layers)
         self._ref = weakref.ref(self)
 
@@ -158,6 +165,7 @@ class PagedCache(Cache):
         Raises:
             ValueError: a positive number from transformers 5.18 on, or tokens that have left a sliding window would be
                 needed again. What the last forward pass added can always be removed.
+            RuntimeError: the model has recurrent states, which have not been told to keep their past.
         """
         length = self.get_seq_length()
         if tokens_to_remove > 0:
@@ -166,10 +174,10 @@ class PagedCache(Cache):
                     f"crop({tokens_to_remove}): pass the number of tokens to remove, negative, as in crop(-1)"
                 )
             tokens_to_remove = min(tokens_to_remove - length, 0)
+        for layer in self._state_layers():  # first, since these may refuse
+            layer.crop(tokens_to_remove)
         if tokens_to_remove:
             self._rows.crop(-tokens_to_remove)
-        for layer in self._state_layers():
-            layer.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Give every block back and forget the rows. The pool stays as it is."""
@@ -180,23 +188,25 @@ class PagedCache(Cache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was. Only tables move; blocks are shared, and freed when no row is
         left that holds them."""
-        self._rows.select(beam_idx.tolist())
-        for layer in self._state_layers():
-            layer.reorder_cache(beam_idx)
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows that share its blocks."""
-        self._rows.select([row for row in range(self._rows.num_rows) for _ in range(repeats)])
-        for layer in self._state_layers():
-            layer.batch_repeat_interleave(repeats)
+        self._select([row for row in range(self._rows.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order; a bool tensor keeps the rows where it is True."""
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        self._rows.select(indices.tolist() if isinstance(indices, torch.Tensor) else list(indices))
-        for layer in self._state_layers():
-            layer.batch_select_indices(indices)
+        self._select(indices.tolist() if isinstance(indices, torch.Tensor) else list(indices))
+
+    def _select(self, indices: list[int]) -> None:
+        num_rows = self._rows.num_rows
+        self._rows.select(indices)
+        if num_rows:
+            picked = torch.tensor([index % num_rows for index in indices], dtype=torch.long)
+            for layer in self._state_layers():
+                layer.reorder_cache(picked)  # repeats and leaves out rows, too
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         for layer in self.layers:
@@ -604,7 +614,12 @@ class PagedCache(Cache):
         self._rows.clear_finished()
 
     def _state_layers(self) -> Iterator[Any]:
-        return (layer for layer in self.layers if not isinstance(layer, PagedLayer))
+        """transformers' own layers, which hold recurrent states, by themselves or beside attention."""
+        for layer in self.layers:
+            if isinstance(layer, HybridPagedLayer):
+                yield layer.state
+            elif not isinstance(layer, PagedLayer):
+                yield layer
 
     def _copy(self, rows: Rows, memo: dict) -> PagedCache:
         import copy
@@ -616,6 +631,8 @@ class PagedCache(Cache):
                 new = twin.layers[index]
                 new.storage, new.backend, new.hands_over = layer.storage, layer.backend, layer.hands_over
                 new._nan = layer._nan
+                if isinstance(layer, HybridPagedLayer):
+                    new.state = copy.deepcopy(layer.state, memo)
             else:
                 twin.layers[index] = copy.deepcopy(layer, memo)
         return twin
@@ -645,7 +662,7 @@ def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
     kinds, kwargs = get_layer_types_and_kwargs(decoder)
     if isinstance(kwargs, dict):  # up to transformers 5.17: one dict for all layers
         kwargs = [kwargs if kind not in ("full_attention", "dummy") else {} for kind in kinds]
-    unknown = sorted({kind for kind in kinds if kind not in PAGED_KINDS + STATE_KINDS})
+    unknown = sorted({kind for kind in kinds if kind not in (*PAGED_KINDS, *HYBRID_KINDS, *STATE_KINDS)})
     if unknown:
         raise NotImplementedError(
             f"{decoder.model_type} has layers of kind {', '.join(unknown)}, which PagedCache does not hold yet; use "
@@ -657,6 +674,7 @@ def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
 def _group_layers(kinds: Sequence[str], kwargs: Sequence[dict]) -> list[LayerGroup]:
     members: dict[tuple[str, int | None], list[int]] = {}
     for index, (kind, kwarg) in enumerate(zip(kinds, kwargs, strict=True)):
+        kind = HYBRID_KINDS.get(kind, kind)
         if kind in PAGED_KINDS:
             window = None if kind == "full_attention" else kwarg["sliding_window"]
             members.setdefault((kind, window), []).append(index)

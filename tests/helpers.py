@@ -18,6 +18,8 @@ from transformers import (
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -127,6 +129,24 @@ _BUILDERS: dict[str, Callable[..., tuple[type[PreTrainedModel], Any]]] = {
                     "num_local_experts": 4,
                     "num_experts_per_tok": 2,
                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+                }
+                | sizes
+            )
+        ),
+    ),
+    # Attention and a recurrent state side by side in every layer.
+    "falcon_h1": lambda **sizes: (
+        FalconH1ForCausalLM,
+        FalconH1Config(
+            **(
+                _SIZES
+                | {
+                    "mamba_d_ssm": 64,
+                    "mamba_n_heads": 4,
+                    "mamba_d_head": 16,
+                    "mamba_d_state": 8,
+                    "mamba_n_groups": 1,
+                    "mamba_chunk_size": 4,
                 }
                 | sizes
             )
@@ -381,7 +401,7 @@ def snapshot(cache: PagedCache) -> dict[str, Any]:
     stats = cache.stats().as_dict()
     for name in ("peak_blocks", "peak_bytes", "reserved_bytes", "total_blocks", "free_blocks"):
         stats.pop(name)  # the pool may have been made meanwhile
-    keys = [layer.keys for layer in cache.layers]
+    keys = [getattr(layer, "keys", None) for layer in cache.layers]
     return {
         "stats": stats,
         "tables": copy.deepcopy(cache.block_tables),

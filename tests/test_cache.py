@@ -840,8 +840,7 @@ def test_what_is_no_config_is_refused_by_its_type(config):
     ("config", "kinds"),
     [
         ("DeepseekV32Config", "indexed_attention|deepseek_sparse_attention"),
-        ("FalconH1Config", "hybrid"),
-        ("Zamba2Config", "hybrid"),
+        ("InklingTextConfig", "hybrid_sliding"),
     ],
 )
 def test_layers_of_a_kind_that_cannot_be_paged_are_refused_by_name(config, kinds):

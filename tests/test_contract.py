@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_masks_for_gene
 
 from hf_paged import IMPLEMENTATION, PagedCache
 from hf_paged.attention import paged_attention_forward, paged_mask
-from hf_paged.cache import PAGED_KINDS, STATE_KINDS
+from hf_paged.cache import HYBRID_KINDS, PAGED_KINDS, STATE_KINDS
 from hf_paged.layer import PagedLayer
 from hf_paged.patches.generation import _REPLACEMENTS
 
@@ -101,10 +101,10 @@ def test_methods_take_what_transformers_passes(name: str) -> None:
 
 def test_kinds_of_layers() -> None:
     refused = {
-        *("deepseek_sparse_attention", "hybrid", "hybrid_sliding", "indexed_attention", "qwen_sparse_attention"),
+        *("deepseek_sparse_attention", "hybrid_sliding", "indexed_attention", "qwen_sparse_attention"),
         *("mlp", "moe"),
     }
-    assert set(DYNAMIC_LAYER_TYPE_MAPPING) <= {*PAGED_KINDS, *STATE_KINDS, *refused}, (
+    assert set(DYNAMIC_LAYER_TYPE_MAPPING) <= {*PAGED_KINDS, *HYBRID_KINDS, *STATE_KINDS, *refused}, (
         "a kind of layer that is not known"
     )
     assert set(PAGED_KINDS) <= set(DYNAMIC_LAYER_TYPE_MAPPING)
