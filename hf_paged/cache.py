@@ -33,6 +33,10 @@ HYBRID_KINDS = {"hybrid": "full_attention"}
 """Kinds of layers that have a recurrent state beside attention, and which attention it is."""
 STATE_KINDS = ("linear_attention", "conv", "dummy")
 
+_ADVICE_FOR_PAIRS = (
+    ". This is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
+    "EncoderDecoderCache(PagedCache(model.config), DynamicCache()) instead"
+)
 _CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
 
@@ -103,7 +107,10 @@ class PagedCache(Cache):
             )
         pool.bind(groups)
         has_state = any(kind in HYBRID_KINDS or (kind in STATE_KINDS and kind != "dummy") for kind in kinds)
-        self._attach(Rows(pool, len(kinds), has_state), kinds, kwargs)
+        rows = Rows(pool, len(kinds), has_state)
+        if getattr(config, "is_encoder_decoder", False):
+            rows.advice = _ADVICE_FOR_PAIRS
+        self._attach(rows, kinds, kwargs)
 
     def _attach(self, rows: Rows, kinds: Sequence[str], kwargs: Sequence[dict]) -> None:
         self._rows = rows

@@ -40,6 +40,7 @@ class Rows:
         has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
         unread: weak reference to a layer whose attention is left to the kernel, until the attention function has got
             what the layer handed out.
+        advice: what more to say where a pass seems to have stopped half-way.
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
@@ -53,6 +54,7 @@ class Rows:
         self.pool = pool
         self.num_layers = num_layers
         self.has_state = has_state
+        self.advice = ""
         self.always_dense = False
         self.tables: list[list[BlockTable]] = []
         self._clear()
@@ -305,7 +307,7 @@ class Rows:
         """Put the rows back to empty if `layer` missed the very first step, and only that: it was interrupted."""
         if self.lengths[layer] == 0 and self._num_steps == 2:
             self.reset()
-            raise RuntimeError(_INTERRUPTED.format(0))
+            raise RuntimeError(_INTERRUPTED.format(0) + self.advice)
 
     def undo_open(self) -> None:
         """Take the current step back unless its forward pass has ended well."""
@@ -337,7 +339,7 @@ class Rows:
             self.undo()  # it failed before the first layer, and nobody has seen its lengths
         elif step.start and step.start in self.lengths:
             self.undo()
-            raise RuntimeError(_INTERRUPTED.format(self.length))
+            raise RuntimeError(_INTERRUPTED.format(self.length) + self.advice)
 
     def _compare(self, past: np.ndarray) -> bool:
         """Whether `past`, the mask of what is stored, hides stored tokens. Raises if it shows what never was."""
@@ -576,6 +578,7 @@ class Rows:
         """Rows of their own on the same pool that share every block with these."""
         self._end_step()
         twin = Rows(self.pool, self.num_layers, self.has_state)
+        twin.advice = self.advice
         twin.state_lost, twin._num_steps, twin.always_dense = self.state_lost, self._num_steps, self.always_dense
         if self.num_rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers import (
     CACHE_ARGUMENT,
     ENABLED_WAYS,
@@ -29,7 +30,7 @@ from helpers import (
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from hf_paged import BlockPool, OutOfBlocksError, PagedCache, paged_attention
+from hf_paged import BlockPool, OutOfBlocksError, PagedCache, enable_paged_attention, paged_attention
 
 RAGGED = (3, 17, 9)
 
@@ -784,3 +785,19 @@ def test_a_model_that_begins_to_change_what_it_was_given_is_noticed(llama: PreTr
         assert_unchanged(cache, before)
         for token, grown, logits in zip(tokens, masks[1:], expected[1:], strict=True):
             torch.testing.assert_close(step(cache, token, grown), logits, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_bare_cache_for_an_encoder_decoder_is_told_to_be_wrapped(enabled):
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(decoder_start_token_id=0, **sizes)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    if enabled:
+        enable_paged_attention(model)
+    ids = torch.randint(3, 99, (2, 7))
+    pair = transformers.EncoderDecoderCache
+    with pytest.raises(RuntimeError, match=rf"{pair.__name__}\(PagedCache\(model.config\), DynamicCache\(\)\)"):
+        model.generate(ids, max_new_tokens=4, **{CACHE_ARGUMENT: PagedCache(config)})
+    wrapped = pair(PagedCache(config), DynamicCache())
+    got = model.generate(ids, max_new_tokens=4, do_sample=False, **{CACHE_ARGUMENT: wrapped})
+    assert torch.equal(got, model.generate(ids, max_new_tokens=4, do_sample=False))
