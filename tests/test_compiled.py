@@ -473,24 +473,6 @@ def test_a_whole_model_in_one_graph_is_refused_with_what_to_do() -> None:
         forward(model, ids[:, :1], cache)
 
 
-def test_a_mask_that_was_changed_before_it_grew_is_read(llama: PreTrainedModel) -> None:
-    ids, mask = random_prompts((6, 6))
-    step = llama.get_compiled_call(llama.generation_config.compile_config)
-    logits = []
-    for cache in (PagedCache(llama.config), DynamicCache(config=llama.config)):
-        run = llama if isinstance(cache, DynamicCache) else step
-        with torch.no_grad():
-            output = forward(llama, ids, cache, attention_mask=mask)
-            kwargs = {"attention_mask": mask, CACHE_ARGUMENT: cache}
-            for hide in (False, False, True):
-                if hide:
-                    kwargs["attention_mask"][:, 3] = 0
-                kwargs = llama._update_model_kwargs_for_generation(output, kwargs)
-                output = run(input_ids=ids[:, :1], **kwargs)
-        logits.append(output.logits)
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
-
-
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_first_pass_of_a_pool_is_eager(llama: PreTrainedModel, changes: bool) -> None:
     """A cache may be filled without the model; what a model does with keys and values is seen in a pass."""
@@ -737,18 +719,22 @@ def test_a_mask_that_only_grew_is_not_read(llama: PreTrainedModel, monkeypatch: 
     assert seen == [False, False] + [True] * 8, "the prompt's, and the first step's, are read"
 
 
-def test_a_mask_that_was_changed_is_read(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_mask_that_was_changed_is_read(llama: PreTrainedModel, grown: bool) -> None:
+    """Before it grows for the next step, and afterwards."""
     ids, mask = random_prompts((6, 6))
     step = llama.get_compiled_call(llama.generation_config.compile_config)
     logits = []
     for cache in (PagedCache(llama.config), DynamicCache(config=llama.config)):
         run = llama if isinstance(cache, DynamicCache) else step
         with torch.no_grad():
-            output = forward(llama, ids, cache, attention_mask=mask)
-            kwargs = {"attention_mask": mask, CACHE_ARGUMENT: cache}
-            for hide in (False, False, True):
+            output = forward(llama, ids, cache, attention_mask=mask.clone())
+            kwargs = {"attention_mask": mask.clone(), CACHE_ARGUMENT: cache}
+            for hides in (False, False, True):
+                if hides and not grown:
+                    kwargs["attention_mask"][:, 3] = 0
                 kwargs = llama._update_model_kwargs_for_generation(output, kwargs)
-                if hide:
+                if hides and grown:
                     kwargs["attention_mask"][:, 3] = 0
                 output = run(input_ids=ids[:, :1], **kwargs)
         logits.append(output.logits)
