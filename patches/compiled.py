@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Graphs:
     def __init__(self, config: CompileConfig) -> None:
         self.config = config
         self._calls: dict[tuple[int, bool], Callable | None] = {}  # None: it cannot be compiled
-        self._has_run: set[tuple[int, bool]] = set()
+        self._runs: dict[tuple[int, bool], int] = {}
         self._lock = threading.RLock()
 
     def __deepcopy__(self, memo: dict) -> _Graphs:
@@ -122,15 +122,19 @@ class _Graphs:
         """Run steps of this shape eagerly from now on."""
         self._calls[shape] = None
 
+    def is_new(self, shape: tuple[int, bool]) -> bool:
+        """Whether a graph is still being made: the first run compiles, and the next two warm up and record a CUDA
+        graph."""
+        return self._runs.get(shape, 0) < 3
+
     @contextmanager
-    def alone_at_first(self, shape: tuple[int, bool]) -> Iterator[None]:
-        """Within, the graph of a shape runs for the first time in one thread: several would each compile it."""
-        if shape in self._has_run:
+    def running(self, shape: tuple[int, bool]) -> Iterator[None]:
+        """Within, the graph of a shape runs; for the first time in one thread, since several would each compile it."""
+        runs = self._runs.get(shape, 0)
+        with self._lock if not runs else nullcontext():
             yield
-            return
-        with self._lock:
-            yield
-        self._has_run.add(shape)
+        if runs < 3:
+            self._runs[shape] = runs + 1
 
 
 def _code_of_its_own(model: PreTrainedModel) -> Callable:
@@ -171,10 +175,14 @@ def _forward(model: PreTrainedModel, compiled: Callable, graphs: _Graphs, **kwar
     try:
         prepared = prepare_step(model, cache, (), kwargs, by_hooks=False)
         if prepared is not None:
-            with graphs.alone_at_first(shape):
+            with graphs.running(shape):
                 output = call(**prepared)
             return end_step(step_cache_of(prepared), output)
-    except CANNOT_COMPILE as error:
+    except (*CANNOT_COMPILE, RuntimeError) as error:
+        # What goes wrong while a graph is made (a compiler that is missing, memory, a capture that is not allowed) need
+        # not go wrong without one. If it does, it is raised then.
+        if not isinstance(error, CANNOT_COMPILE) and not graphs.is_new(shape):
+            raise
         graphs.give_up(shape)
         _say_once(model, _reason(error))
     finally:

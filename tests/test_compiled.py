@@ -647,6 +647,34 @@ def test_a_graph_that_fails_holds_no_block(llama: PreTrainedModel, monkeypatch: 
         assert graphs() == made == 1, "and the next is compiled as before"
 
 
+@pytest.mark.parametrize("runs", [0, 1, 3])
+def test_what_goes_wrong_while_a_graph_is_made_need_not_go_wrong_without_one(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, runs: int
+) -> None:
+    """As where a CUDA graph cannot be captured; later on an error is one."""
+    from hf_paged.kernels import ops
+
+    calls = 0
+
+    class Failing(weakref.WeakValueDictionary):
+        def get(self, key: Any, default: Any = None) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > runs * 2:  # layers
+                raise RuntimeError("not permitted while capturing")
+            return super().get(key, default)
+
+    monkeypatch.setattr(ops, "_bound", Failing())
+    ids, mask = random_prompts(RAGGED)
+    cache = PagedCache(llama.config)
+    if runs < 3:
+        got = generate(llama, ids, mask, cache)
+        same_tokens(llama, got, generate_dynamic(llama, ids, mask), mask)
+    else:
+        with pytest.raises(RuntimeError, match="while capturing"):
+            generate(llama, ids, mask, cache)
+
+
 def test_an_interrupted_prompt_leaves_compilation_on() -> None:
     model = enable_paged_attention(build_model("llama"))
     inner = model.model.layers[0].mlp
