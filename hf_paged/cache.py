@@ -424,10 +424,10 @@ class PagedCache(Cache):
             return "a layer changed its keys or values after updating the cache"
         if self._rows.has_state:
             return "the state of its linear attention layers is in the cache"
-        step = self._rows.step
-        was_seen = step is not None and step.closed and step.sees_mask
         if self._masks_say_more:
             return "its masks say more than causal order, a window and the padding"
+        step = self._rows.step
+        was_seen = step is not None and step.closed and step.sees_mask
         for layer in self.layers:
             if not isinstance(layer, PagedLayer):
                 continue

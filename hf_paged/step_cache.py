@@ -214,9 +214,9 @@ class StepCache(Cache):
             self._make_mask()
 
     def _make_mask(self) -> None:
+        """Make `mask`, `[rows, 1, q_len, capacity]`: it stands for the attention mask, which is in the plan."""
         with torch.inference_mode(False):
             self.mask = self._nan.expand(self.shape[0], 1, self.shape[1], self.first.capacity)
-        """`[rows, 1, q_len, capacity]`: stands for the attention mask, which is in the plan."""
         torch._dynamo.mark_dynamic(self.mask, 3)
         if self.shape[1] > 1:
             torch._dynamo.mark_dynamic(self.mask, 2)

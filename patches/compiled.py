@@ -175,16 +175,17 @@ def _forward(model: PreTrainedModel, compiled: Callable, graphs: _Graphs, **kwar
     try:
         prepared = prepare_step(model, cache, (), kwargs, by_hooks=False)
         if prepared is not None:
-            with graphs.running(shape):
-                output = call(**prepared)
-            return end_step(step_cache_of(prepared), output)
-    except (*CANNOT_COMPILE, RuntimeError) as error:
-        # What goes wrong while a graph is made (a compiler that is missing, memory, a capture that is not allowed) need
-        # not go wrong without one. If it does, it is raised then.
-        if not isinstance(error, CANNOT_COMPILE) and not graphs.is_new(shape):
-            raise
-        graphs.give_up(shape)
-        _say_once(model, _reason(error))
+            try:
+                with graphs.running(shape):
+                    output = call(**prepared)
+                return end_step(step_cache_of(prepared), output)
+            except (*CANNOT_COMPILE, RuntimeError) as error:
+                # What goes wrong while a graph is made (a compiler that is missing, memory, a capture that is not
+                # allowed) need not go wrong without one. If it does, it is raised then.
+                if not isinstance(error, CANNOT_COMPILE) and not graphs.is_new(shape):
+                    raise
+                graphs.give_up(shape)
+                _say_once(model, _reason(error))
     finally:
         cache.leave_pass(failed=True)  # if the step has not ended
     return model(**kwargs)
@@ -250,7 +251,8 @@ def prepare_step(
     if by_hooks and kwargs.get("position_ids") is None and cache.has_padding:
         return None  # the model would take positions from a mask that graphs are not given
     token_types = {name: kwargs.get(name) for name in TOKEN_TYPES}
-    if cache.only_extends(mask) and all(types is None for types in token_types.values()):
+    only_extends = cache.only_extends(mask) and ids.shape[1] == 1
+    if only_extends and all(types is None for types in token_types.values()):
         cache.begin_extended(ids.shape[0])
     else:
         create = getattr(model, "create_masks_for_generate", create_masks_for_generate)

@@ -769,6 +769,37 @@ def test_a_mask_that_was_changed_is_read(llama: PreTrainedModel, grown: bool) ->
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-3)
 
 
+def test_a_mask_that_grew_by_less_than_the_step_is_refused(llama: PreTrainedModel) -> None:
+    """As by the eager way: what is known of a mask is no leave to trust its length."""
+    ids, mask = random_prompts((6, 6))
+    cache = PagedCache(llama.config)
+    step = llama.get_compiled_call(llama.generation_config.compile_config)
+    with torch.no_grad():
+        output = forward(llama, ids, cache, attention_mask=mask)
+        kwargs = {"attention_mask": mask, CACHE_ARGUMENT: cache}
+        for _ in range(2):
+            kwargs = llama._update_model_kwargs_for_generation(output, kwargs)
+            output = step(input_ids=ids[:, :1], **kwargs)
+        kwargs = llama._update_model_kwargs_for_generation(output, kwargs)
+        before = snapshot(cache)
+        with pytest.raises(ValueError, match="attention_mask has the shape"):
+            step(input_ids=ids[:, :2], **kwargs)
+        assert_unchanged(cache, before)
+
+
+def test_a_full_pool_at_the_first_step_switches_nothing_off(llama: PreTrainedModel) -> None:
+    ids, _ = random_prompts((6, 6, 6))
+    cache = PagedCache(llama.config, block_size=2, num_blocks=9)
+    step = llama.get_compiled_call(llama.generation_config.compile_config)
+    with torch.no_grad():
+        forward(llama, ids, cache)
+        with pytest.raises(OutOfBlocksError):
+            step(input_ids=ids[:, :1], **{CACHE_ARGUMENT: cache})
+    assert EAGER_BECAUSE not in vars(llama)
+    compiled(llama, (6, 6, 6))
+    assert graphs() == 1
+
+
 def test_addresses_stay(llama: PreTrainedModel) -> None:
     pool = BlockPool()
     places: set[tuple[int, ...]] = set()
