@@ -785,6 +785,7 @@ def test_a_mask_that_grew_by_less_than_the_step_is_refused(llama: PreTrainedMode
         with pytest.raises(ValueError, match="attention_mask has the shape"):
             step(input_ids=ids[:, :2], **kwargs)
         assert_unchanged(cache, before)
+    assert EAGER_BECAUSE not in vars(llama), "no graph was tried"
 
 
 def test_a_full_pool_at_the_first_step_switches_nothing_off(llama: PreTrainedModel) -> None:
