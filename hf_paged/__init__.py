@@ -10,10 +10,11 @@ from hf_paged._layout import check_layout
 
 check_layout()
 
-from hf_paged.attention import IMPLEMENTATION  # noqa: E402
+import hf_paged.attention  # noqa: E402, F401  (registers the attention function)
 from hf_paged.cache import PagedCache  # noqa: E402
 from hf_paged.errors import OutOfBlocksError  # noqa: E402
 from hf_paged.kernels.select import use_backend  # noqa: E402
+from hf_paged.masks import IMPLEMENTATION  # noqa: E402
 from hf_paged.patches.enable import (  # noqa: E402
     disable_paged_attention,
     enable_paged_attention,

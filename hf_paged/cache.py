@@ -13,25 +13,17 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from hf_paged.host import on_the_host
 from hf_paged.hybrid_layer import HybridPagedLayer
 from hf_paged.layer import PagedLayer, allocate
+from hf_paged.layer_kinds import HYBRID_KINDS, group_layers, is_recurrent, layer_kinds
 from hf_paged.plan import StepPlan
-from hf_paged.pool import BlockPool, LayerGroup
+from hf_paged.pool import BlockPool
 from hf_paged.rows import Rows
 from hf_paged.stats import CacheStats, collect_stats
 from hf_paged.step_cache import StepCache
-
-PAGED_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-HYBRID_KINDS = {"hybrid": "full_attention"}
-"""Kinds of layers that have a recurrent state beside attention, and which attention it is."""
-STATE_KINDS = ("linear_attention", "conv", "dummy")
 
 _ADVICE_FOR_PAIRS = (
     ". This is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
@@ -99,14 +91,14 @@ class PagedCache(Cache):
             raise ValueError(
                 "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
             )
-        kinds, kwargs = _layer_kinds(config)
-        groups = _group_layers(kinds, kwargs)
+        kinds, kwargs = layer_kinds(config)
+        groups = group_layers(kinds, kwargs)
         if not groups:
             raise NotImplementedError(
                 f"{config.model_type} has no attention layers, so there is nothing to page; use transformers' own cache"
             )
         pool.bind(groups)
-        has_state = any(kind in HYBRID_KINDS or (kind in STATE_KINDS and kind != "dummy") for kind in kinds)
+        has_state = any(map(is_recurrent, kinds))
         rows = Rows(pool, len(kinds), has_state)
         if getattr(config, "is_encoder_decoder", False):
             rows.advice = _ADVICE_FOR_PAIRS
@@ -662,27 +654,3 @@ class _MaskSeen(NamedTuple):
 
 
 _NO_MASK = _MaskSeen(lambda: None, 0)
-
-
-def _layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
-    decoder = config.get_text_config(decoder=True)
-    kinds, kwargs = get_layer_types_and_kwargs(decoder)
-    if isinstance(kwargs, dict):  # up to transformers 5.17: one dict for all layers
-        kwargs = [kwargs if kind not in ("full_attention", "dummy") else {} for kind in kinds]
-    unknown = sorted({kind for kind in kinds if kind not in (*PAGED_KINDS, *HYBRID_KINDS, *STATE_KINDS)})
-    if unknown:
-        raise NotImplementedError(
-            f"{decoder.model_type} has layers of kind {', '.join(unknown)}, which PagedCache does not hold yet; use "
-            "transformers' own cache for this model"
-        )
-    return list(kinds), list(kwargs)
-
-
-def _group_layers(kinds: Sequence[str], kwargs: Sequence[dict]) -> list[LayerGroup]:
-    members: dict[tuple[str, int | None], list[int]] = {}
-    for index, (kind, kwarg) in enumerate(zip(kinds, kwargs, strict=True)):
-        kind = HYBRID_KINDS.get(kind, kind)
-        if kind in PAGED_KINDS:
-            window = None if kind == "full_attention" else kwarg["sliding_window"]
-            members.setdefault((kind, window), []).append(index)
-    return [LayerGroup(kind, window, tuple(layers)) for (kind, window), layers in members.items()]

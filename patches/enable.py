@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
-from hf_paged.attention import IMPLEMENTATION
 from hf_paged.cache import PagedCache
 from hf_paged.host import on_the_host
+from hf_paged.masks import IMPLEMENTATION
 from hf_paged.patches.calls import SHARES_PROMPTS, cache_of
 from hf_paged.patches.compiled import (
     COMPILES,

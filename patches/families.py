@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_paged.attention import IMPLEMENTATION, STAND_IN, Patched, paged_attention_forward
+from hf_paged.attention import paged_attention_forward
 from hf_paged.cache import PagedCache
+from hf_paged.masks import IMPLEMENTATION, STAND_IN, Patched
 from hf_paged.step_cache import StepCache
 
 FAMILIES = ("bloom", "falcon", "gpt_neo", "mpt")

@@ -20,9 +20,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate, sdpa_mask
 
 from hf_paged import IMPLEMENTATION, PagedCache
-from hf_paged.attention import paged_attention_forward, paged_mask
-from hf_paged.cache import HYBRID_KINDS, PAGED_KINDS, STATE_KINDS
+from hf_paged.attention import paged_attention_forward
 from hf_paged.layer import PagedLayer
+from hf_paged.layer_kinds import HYBRID_KINDS, PAGED_KINDS, STATE_KINDS
+from hf_paged.masks import paged_mask
 from hf_paged.patches.generation import _REPLACEMENTS
 
 pytestmark = pytest.mark.smoke

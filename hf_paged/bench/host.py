@@ -83,7 +83,8 @@ def _time_begin(model: PreTrainedModel, extends: bool) -> float:
 def _time_layers(model: PreTrainedModel) -> tuple[list[float], list[float]]:
     """Microseconds of a layer in each step, all layers in turn: paged, and dynamic."""
     from hf_paged import PagedCache
-    from hf_paged.attention import paged_attention_forward, paged_mask
+    from hf_paged.attention import paged_attention_forward
+    from hf_paged.masks import paged_mask
 
     heads, kv_heads, dim = _shape(model)
     context, scale = 16, dim**-0.5
