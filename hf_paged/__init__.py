@@ -11,6 +11,15 @@ from hf_paged._layout import check_layout
 check_layout()
 
 import hf_paged.attention  # noqa: E402, F401  (registers the attention function)
+from hf_paged.batching.batcher import BatcherStats, ContinuousBatcher  # noqa: E402
+from hf_paged.batching.many import NewToken, generate_many, iterate_many  # noqa: E402
+from hf_paged.batching.requests import (  # noqa: E402
+    BatchError,
+    GenerationResult,
+    QueueFullError,
+    Request,
+    RequestTooLongError,
+)
 from hf_paged.cache import PagedCache  # noqa: E402
 from hf_paged.errors import OutOfBlocksError  # noqa: E402
 from hf_paged.kernels.select import use_backend  # noqa: E402
@@ -27,12 +36,22 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IMPLEMENTATION",
+    "BatchError",
+    "BatcherStats",
     "BlockPool",
     "CacheStats",
+    "ContinuousBatcher",
+    "GenerationResult",
+    "NewToken",
     "OutOfBlocksError",
     "PagedCache",
+    "QueueFullError",
+    "Request",
+    "RequestTooLongError",
     "disable_paged_attention",
     "enable_paged_attention",
+    "generate_many",
+    "iterate_many",
     "paged_attention",
     "use_backend",
 ]

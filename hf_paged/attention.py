@@ -17,8 +17,10 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from hf_paged.host import on_the_host
 from hf_paged.kernels.ops import decode_step
+from hf_paged.kernels.select import reference
 from hf_paged.layer import HANDLE, Handle, PagedLayer
 from hf_paged.masks import IMPLEMENTATION
+from hf_paged.packed import PackedHandle
 from hf_paged.plan import StepPlan
 from hf_paged.step_cache import NoKernelError, StepHandle
 
@@ -78,10 +80,10 @@ def paged_attention_forward(
     Raises:
         NotImplementedError: a keyword argument that is not known, by name.
     """
-    handle: Handle | StepHandle | None = getattr(key, HANDLE, None)
+    handle: Handle | StepHandle | PackedHandle | None = getattr(key, HANDLE, None)
     if handle is None:
         return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    attend = _attend_in_graph if isinstance(handle, StepHandle) else _attend_on_host
+    attend = _ATTEND[type(handle)]
     return attend(handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
 
 
@@ -265,6 +267,61 @@ def _attend_in_graph(
         asked.window if asked.local_window is None else asked.local_window,
     )
     return output, None
+
+
+def _attend_packed(
+    handle: PackedHandle,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer of a packed step: each segment through the kernels, as a batch of its own."""
+    cache, layer = handle.cache, handle.layer
+    step = cache.step
+    asked = _read(module, kwargs, layer.window)
+    if (
+        getattr(value, HANDLE, None) is not handle
+        or attention_mask is not None
+        or layer.group not in cache.plain_groups
+        or dropout != 0.0
+        or asked.output_attentions
+        or asked.position_bias is not None
+        or asked.window != layer.window
+        or query.shape[2] != step.num_tokens
+        or is_causal is False
+    ):
+        raise NotImplementedError(f"{type(module).__name__} asks for attention that no kernel expresses")
+    cache.unread = None
+    backend, storage = layer.backend, layer.storage
+    if backend.unsupported(query.dtype, storage) is not None:
+        backend = reference()
+    options = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": asked.softcap,
+        "window": asked.window if asked.local_window is None else asked.local_window,
+        "sinks": asked.sinks,
+        "alibi_slopes": asked.alibi_slopes,
+    }
+    parts, new = [], (handle.key.detach(), handle.value.detach())
+    for segment in step.segments:
+        plan, queries = step.plan(segment, layer.group, query.device), segment.cut(query)
+        if segment.q_len == 1:
+            part = backend.decode(queries, storage, plan, **options)
+        else:
+            part = backend.prefill(queries, *map(segment.cut, new), storage, plan, **options)
+        parts.append(part.flatten(0, 1))  # [tokens, heads, value_dim]
+    output = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return output[None], None
+
+
+_ATTEND = {Handle: _attend_on_host, StepHandle: _attend_in_graph, PackedHandle: _attend_packed}
+"""Who attends, by who left the handle."""
 
 
 class _Asked(NamedTuple):

@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_paged.allocator import Growth
 from hf_paged.kernels import select
 from hf_paged.plan import StepPlan
+from hf_paged.pool import BlockPool
 from hf_paged.rows import Rows
 from hf_paged.storage import LayerStorage
 
@@ -269,15 +271,20 @@ def allocate(rows: Rows, step: StepPlan) -> None:
     with pool.lock:  # until the copies are made, nobody else may write to or free what is copied
         rows.allocate(step)
         try:
-            for group, growth in zip(pool.groups, step.growths, strict=True):
-                if growth.copies:
-                    for layer in group.layers:
-                        if (storage := pool.storages.get(layer)) is not None:
-                            backend = select.backend_for(storage.device, storage.key_blocks.dtype, storage)
-                            backend.copy_blocks(storage, growth.copies)
+            for group, growth in enumerate(step.growths):
+                copy_shared(pool, group, growth)
         except BaseException:
             rows.undo()
             raise
+
+
+def copy_shared(pool: BlockPool, group: int, growth: Growth) -> None:
+    """Copy, in all layers of a group, the blocks that a growth replaced because others hold them too."""
+    if growth.copies:
+        for layer in pool.groups[group].layers:
+            if (storage := pool.storages.get(layer)) is not None:
+                backend = select.backend_for(storage.device, storage.key_blocks.dtype, storage)
+                backend.copy_blocks(storage, growth.copies)
 
 
 class _NoBackward(torch.autograd.Function):

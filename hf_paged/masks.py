@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from hf_paged.cache import CachedLength
 from hf_paged.host import on_the_host
 from hf_paged.layer import PagedLayer
+from hf_paged.packed import PackedLayer, PackedLength
 
 IMPLEMENTATION = "hf_paged"
 """The name under which transformers knows us: `attn_implementation="hf_paged"`."""
@@ -87,6 +88,8 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
             f"{config.model_type} computes attention in its own code, so the name {IMPLEMENTATION!r} alone does not "
             "reach it. Load it without attn_implementation, and try enable_paged_attention(model)"
         )
+    if isinstance(offset, PackedLength):
+        return _mask_of_packed(offset, patched, kwargs)
     if not isinstance(offset, CachedLength):
         return _mask_without_us(patched, kwargs)
     return _begin_masked(offset, patched, kwargs)
@@ -127,13 +130,8 @@ def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[st
     if kwargs.get("attention_mask") is None and step.mask is not None:
         kwargs["attention_mask"] = torch.from_numpy(step.mask).to(kwargs.get("device", "cpu"))
 
-    # Causal order with a window is put together by transformers from closures that cannot be told from those of
-    # chunked attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut.
-    # (Falcon always forbids it, to have a mask to add its ALiBi to.)
-    overlaid = kwargs.get("use_vmap", False) or not (patched is not None or kwargs.get("allow_is_causal_skip", True))
-    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    is_window = layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
-    plain = not overlaid and (is_causal if layer.kind == "full_attention" else is_window)
+    plain = _is_plain(layer, patched, kwargs)
+    is_window = layer.kind == "sliding_attention"
     if not plain:
         # Always a tensor, never None: a model may make several masks for the same layers, and so it is known which one
         # a layer gets.
@@ -167,6 +165,32 @@ def _begin_masked(offset: CachedLength, patched: Patched | None, kwargs: dict[st
     if mask is None:
         step.build_mask[group] = build
     return mask
+
+
+def _is_plain(layer: PagedLayer | PackedLayer, patched: Patched | None, kwargs: dict[str, Any]) -> bool:
+    """Whether the mask that is asked for says no more than causal order and the layer's window.
+
+    Causal order with a window is put together by transformers from closures that cannot be told from those of chunked
+    attention, so the kind of the layer decides. Any overlay asks for vmap or forbids the causal shortcut. (Falcon
+    always forbids it, to have a mask to add its ALiBi to.)
+    """
+    if kwargs.get("use_vmap", False) or not (patched is not None or kwargs.get("allow_is_causal_skip", True)):
+        return False
+    if layer.kind == "full_attention":
+        return kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    return layer.kind == "sliding_attention" and kwargs.get("local_size") == layer.window
+
+
+def _mask_of_packed(offset: PackedLength, patched: Patched | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """None, always: what a packed step's tokens see is in its plan."""
+    cache = offset.cache()
+    layer = cache.layers[offset.layer]
+    if layer.kind == "dummy":
+        layer = next(layer for layer in cache.layers if layer.kind != "dummy")
+    if not (kwargs.get("attention_mask") is None and _is_plain(layer, patched, kwargs)):
+        raise NotImplementedError("its masks say more than causal order and a sliding window")
+    cache.plain_groups.add(layer.group)
+    return None if patched is None or patched.takes_none else _stand_in(kwargs)
 
 
 def _stand_in(kwargs: dict[str, Any]) -> torch.Tensor:

@@ -59,10 +59,10 @@ class StoreOnly:
         return None
 
     def write(self, storage: Any, key: torch.Tensor, value: torch.Tensor, plan: Any) -> None:
-        _load("reference").write(storage, key, value, plan)
+        reference().write(storage, key, value, plan)
 
     def copy_blocks(self, storage: Any, pairs: list[tuple[int, int]]) -> None:
-        _load("reference").copy_blocks(storage, pairs)
+        reference().copy_blocks(storage, pairs)
 
 
 def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backend | StoreOnly:
@@ -82,14 +82,14 @@ def backend_for(device: torch.device, dtype: torch.dtype, storage: Any) -> Backe
         raise ValueError(f"{ENVIRONMENT_VARIABLE}={name!r} names no backend; there are {', '.join(BACKENDS)}")
     preferred = _load(name) if name is not None else _default_for(device.type)
     if preferred is None and device.type != "cuda":
-        return _load("reference")
+        return reference()
     reason = "Triton cannot be used" if preferred is None else preferred.unsupported(dtype, storage)
     if reason is None:
         return preferred
     if device.type == "cuda":
         logger.info("attention over this cache goes the dense way: %s", reason)
         return StoreOnly(reason)
-    return _load("reference")
+    return reference()
 
 
 @contextmanager
@@ -107,6 +107,11 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+def reference() -> Backend:
+    """The backend in plain torch, which serves every floating dtype on every device."""
+    return _load("reference")
 
 
 @cache

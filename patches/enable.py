@@ -78,7 +78,7 @@ def enable_paged_attention(
         NotImplementedError: the model computes attention in its own code and is none of those four, or not as it is
             known here (another implementation or setting, another library's forward); the message names it.
     """
-    core = _find_model(model)
+    core = find_model(model)
     if share_prompts is None:
         share_prompts = vars(core).get(SHARES_PROMPTS, True)
     if compile is None:
@@ -124,7 +124,7 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The same model.
     """
-    core = _find_model(model)
+    core = find_model(model)
     state = vars(core).pop(_STATE, None)
     for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE, GRAPHS):
         vars(core).pop(name, None)
@@ -139,7 +139,7 @@ def paged_attention(
 ) -> Iterator[torch.nn.Module]:
     """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
     enabled before stays so. Arguments as for `enable_paged_attention`."""
-    core = _find_model(model)
+    core = find_model(model)
     before = {name: vars(core).get(name) for name in (SHARES_PROMPTS, COMPILES)} if _STATE in vars(core) else None
     enable_paged_attention(model, share_prompts=share_prompts, compile=compile)
     try:
@@ -173,12 +173,22 @@ def _restore(model: PreTrainedModel, state: _Enabled) -> None:
         config._attn_implementation_internal = implementation
 
 
-def _find_model(model: torch.nn.Module) -> PreTrainedModel:
+def is_enabled(model: torch.nn.Module) -> bool:
+    """Whether `enable_paged_attention` was called on the model, and not undone."""
+    return _STATE in vars(find_model(model))
+
+
+def find_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model in `model`, which may be a wrapper around one.
+
+    Raises:
+        TypeError: there is none.
+    """
     if isinstance(model, PreTrainedModel):
         return model
     if isinstance(model, torch.nn.Module):
         if hasattr(model, "get_base_model"):  # PEFT
-            return _find_model(model.get_base_model())
+            return find_model(model.get_base_model())
         inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if inner is not None:
             return inner

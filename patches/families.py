@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_paged.attention import paged_attention_forward
 from hf_paged.cache import PagedCache
 from hf_paged.masks import IMPLEMENTATION, STAND_IN, Patched
+from hf_paged.packed import PackedCache
 from hf_paged.step_cache import StepCache
 
 FAMILIES = ("bloom", "falcon", "gpt_neo", "mpt")
@@ -162,14 +163,14 @@ def _refusal(model: PreTrainedModel, more: str) -> NotImplementedError:
 def takes_over(cache: Any, attention_mask: torch.Tensor | None) -> bool:
     """Whether a forward of ours is to run, by the cache and mask that the module was given. Any real mask is one that
     our mask function has not made, or says more than the plan: then the layer's own forward gets dense tensors."""
-    if isinstance(cache, StepCache):
+    if isinstance(cache, StepCache | PackedCache):
         return True
     return isinstance(cache, PagedCache) and (attention_mask is None or hasattr(attention_mask, STAND_IN))
 
 
 def attend(
     module: torch.nn.Module,
-    cache: PagedCache | StepCache,
+    cache: PagedCache | StepCache | PackedCache,
     layer: int,
     query: torch.Tensor,
     key: torch.Tensor,

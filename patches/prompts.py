@@ -150,7 +150,7 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
         if cache.knows_its_tokens and not isinstance(mask, torch.Tensor):
             cache.reset()
         return None
-    key, tokens, seen = _model_key(model), _array(ids), _array(mask)
+    key, tokens, seen = model_key(model), _array(ids), _array(mask)
     goes_on = cache.goes_on(key, tokens, seen) and not drafts
     if cache.knows_its_tokens and not goes_on:
         cache.reset()
@@ -256,7 +256,7 @@ def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, args: tu
     )
 
 
-def _model_key(model: PreTrainedModel) -> Hashable:
+def model_key(model: PreTrainedModel) -> Hashable:
     """Changes with the model, its weights, its adapters and whether they are on, and its hooks.
 
     Weights are told by where they lie, how often torch saw them written, and a sample of their values, since fused

@@ -1,0 +1,1 @@
+"""Continuous batching: many requests over one pool, each admitted as soon as its blocks are free."""

@@ -1,0 +1,161 @@
+"""generate() for many prompts at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_paged.batching.batcher import ContinuousBatcher
+from hf_paged.batching.handle import RequestHandle
+from hf_paged.batching.requests import BatchError, GenerationResult, Request
+
+PROGRESS_AFTER = 3.0
+"""Seconds after which a progress bar is shown, where one can be."""
+
+_OF_BATCHER = (
+    *("tokenizer", "block_size", "num_blocks", "max_memory", "prefix_cache", "pool"),
+    *("max_step_tokens", "max_rows"),
+)
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token as it comes."""
+
+    index: int
+    """Of the prompt."""
+    sample: int
+    token: int
+
+
+def generate_many(
+    model: torch.nn.Module,
+    prompts: Iterable[Any],
+    generation_config: Any = None,
+    *,
+    seed: int | None = None,
+    raise_errors: bool = True,
+    progress: bool | None = None,
+    **options: Any,
+) -> list[GenerationResult]:
+    """Generate for many prompts, each admitted as soon as there are blocks for it; none is padded to another.
+
+    Greedy tokens are those of `model.generate()` with each prompt alone.
+
+    Args:
+        model: a transformers model, enabled for paged attention or not.
+        prompts: token ids (lists, or tensors of one row), texts where there is a `tokenizer`, or `Request`s with
+            arguments of their own.
+        generation_config: for all prompts.
+        seed: of the random numbers; prompt `i` has `seed + i`.
+        raise_errors: whether to raise when requests have failed, once the others are done.
+        progress: whether to show a progress bar; by default on a terminal or in a notebook, when it takes a while.
+        options: any setting of a GenerationConfig, and what `ContinuousBatcher` and its `submit` take.
+
+    Returns:
+        A result for each prompt, in order; with `num_return_sequences` one for each sample, those of a prompt together.
+
+    Raises:
+        BatchError: requests have failed; it has the results of the others.
+        NotImplementedError, ValueError: an option, a prompt or a model that cannot be served; see
+            `ContinuousBatcher`. Nothing has been generated.
+    """
+    batcher, handles = _submit_all(model, prompts, generation_config, seed, options, raise_errors)
+    samples = [sample for handle in handles for sample in handle.samples]
+    with batcher, _bar(len(samples), progress) as bar:
+        ended = 0
+
+        def are_done() -> bool:
+            nonlocal ended
+            now = sum(sample.done for sample in samples)
+            bar.update(now - ended)
+            ended = now
+            return now == len(samples)
+
+        batcher.wait(are_done)
+        results = [sample.outcome() for sample in samples]
+    if raise_errors and any(result.error is not None for result in results):
+        raise BatchError(results)
+    return results
+
+
+def iterate_many(
+    model: torch.nn.Module,
+    prompts: Iterable[Any],
+    generation_config: Any = None,
+    *,
+    tokens: bool = False,
+    seed: int | None = None,
+    **options: Any,
+) -> Iterator[GenerationResult | NewToken]:
+    """`generate_many` as an iterator, which runs the batch while it is read.
+
+    Args:
+        tokens: whether to yield every token as it comes, too.
+        model, prompts, generation_config, seed, options: as for `generate_many`.
+
+    Yields:
+        Each result as it is done, with an `error` if it failed, and before it, if asked for, its tokens.
+
+    Raises:
+        NotImplementedError, ValueError: as for `generate_many`, at the call.
+    """
+    batcher, handles = _submit_all(model, prompts, generation_config, seed, options, raises=True)
+    return _iterate(batcher, [sample for handle in handles for sample in handle.samples], tokens)
+
+
+def _iterate(
+    batcher: ContinuousBatcher, open_ones: list[RequestHandle], tokens: bool
+) -> Iterator[GenerationResult | NewToken]:
+    given = dict.fromkeys(open_ones, 0)
+    with batcher:
+        while given:
+            batcher.wait(lambda: any(h.done or (tokens and h.num_tokens > n) for h, n in given.items()))
+            for handle in list(given):
+                is_done = handle.done
+                if tokens:
+                    for token in handle.tokens[given[handle] :]:
+                        given[handle] += 1
+                        yield NewToken(handle.index, handle.sample, token)
+                if is_done:
+                    del given[handle]
+                    yield handle.outcome()
+
+
+def _submit_all(
+    model: torch.nn.Module,
+    prompts: Iterable[Any],
+    generation_config: Any,
+    seed: int | None,
+    options: dict[str, Any],
+    raises: bool,
+) -> tuple[ContinuousBatcher, list[RequestHandle]]:
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text; pass a list of prompts")
+    batcher = ContinuousBatcher(model, **{name: options.pop(name) for name in _OF_BATCHER if name in options})
+    if generation_config is not None:
+        options["generation_config"] = generation_config
+    try:
+        handles = []
+        for index, prompt in enumerate(prompts):
+            own = dict(options)
+            if seed is not None:
+                own["seed"] = seed + index
+            if isinstance(prompt, Request):
+                own |= prompt.arguments
+                prompt = prompt.prompt
+            handles.append(batcher.submit(prompt, **own))
+    except BaseException:
+        batcher.close()
+        raise
+    return batcher, handles
+
+
+def _bar(total: int, progress: bool | None) -> tqdm:
+    delay = PROGRESS_AFTER if progress is None else 0
+    disable = None if progress is None else not progress  # None: where stderr is no terminal
+    return tqdm(total=total, desc="generating", unit="prompt", delay=delay, disable=disable)
