@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_paged.batching.handle import RequestHandle
 from hf_paged.batching.requests import FinishReason, QueueFullError
 from hf_paged.batching.rules import read_rules
-from hf_paged.batching.runner import PackedRunner, position_limit
+from hf_paged.batching.runner import PackedRunner, check_packing, position_limit
 from hf_paged.batching.sampling import draw
 from hf_paged.batching.scheduler import Scheduler
 from hf_paged.batching.sequences import Sequence
@@ -148,7 +148,9 @@ class ContinuousBatcher:
         enable_paged_attention(core)
         try:
             self._runner = PackedRunner(core, pool)
-            self._runner.check()
+            check_packing(core)
+            if not pool.is_sized:
+                self._runner.size_pool()
             self._limit = position_limit(core)
             if max_step_tokens is None:
                 max_step_tokens = STEP_TOKENS.get(self._runner.device.type, STEP_TOKENS_OTHERWISE)
@@ -227,6 +229,16 @@ class ContinuousBatcher:
             first.handle._start()
             self._lock.notify_all()
         return first.handle
+
+    def reject(self, prompt: Any, error: Exception) -> RequestHandle:
+        """A handle of a request that was refused, for whoever wants one for each."""
+        with self._lock:
+            index, self._num_requests = self._num_requests, self._num_requests + 1
+            self._ended["error"] += 1
+        sequence = Sequence(self._encode(prompt), None, (), 0)
+        sequence.handle = RequestHandle(self, sequence, index, 0, None)
+        sequence.handle._end("error", error)
+        return sequence.handle
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request; see `RequestHandle.cancel`."""

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from hf_paged.batching.batcher import ContinuousBatcher
 from hf_paged.batching.handle import RequestHandle
-from hf_paged.batching.requests import BatchError, GenerationResult, Request
+from hf_paged.batching.requests import BatchError, GenerationResult, Request, RequestTooLongError
 
 PROGRESS_AFTER = 3.0
 """Seconds after which a progress bar is shown, where one can be."""
@@ -60,11 +60,11 @@ def generate_many(
         A result for each prompt, in order; with `num_return_sequences` one for each sample, those of a prompt together.
 
     Raises:
-        BatchError: requests have failed; it has the results of the others.
+        BatchError: requests have failed (one that is too long for the pool is such); it has the results of the others.
         NotImplementedError, ValueError: an option, a prompt or a model that cannot be served; see
             `ContinuousBatcher`. Nothing has been generated.
     """
-    batcher, handles = _submit_all(model, prompts, generation_config, seed, options, raise_errors)
+    batcher, handles = _submit_all(model, prompts, generation_config, seed, options)
     samples = [sample for handle in handles for sample in handle.samples]
     with batcher, _bar(len(samples), progress) as bar:
         ended = 0
@@ -104,7 +104,7 @@ def iterate_many(
     Raises:
         NotImplementedError, ValueError: as for `generate_many`, at the call.
     """
-    batcher, handles = _submit_all(model, prompts, generation_config, seed, options, raises=True)
+    batcher, handles = _submit_all(model, prompts, generation_config, seed, options)
     return _iterate(batcher, [sample for handle in handles for sample in handle.samples], tokens)
 
 
@@ -132,7 +132,6 @@ def _submit_all(
     generation_config: Any,
     seed: int | None,
     options: dict[str, Any],
-    raises: bool,
 ) -> tuple[ContinuousBatcher, list[RequestHandle]]:
     if isinstance(prompts, str):
         raise TypeError("prompts is one text; pass a list of prompts")
@@ -148,7 +147,10 @@ def _submit_all(
             if isinstance(prompt, Request):
                 own |= prompt.arguments
                 prompt = prompt.prompt
-            handles.append(batcher.submit(prompt, **own))
+            try:
+                handles.append(batcher.submit(prompt, **own))
+            except RequestTooLongError as error:  # the others can go on
+                handles.append(batcher.reject(prompt, error))
     except BaseException:
         batcher.close()
         raise

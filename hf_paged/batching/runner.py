@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 
 import numpy as np
 import torch
@@ -14,9 +15,7 @@ from hf_paged.models import cache_keyword
 from hf_paged.packed import PackedCache, PackedStep
 from hf_paged.pool import BlockPool
 
-CHECKED = "_hf_paged_packs"
-"""Attribute of an enabled model that was found to take packed sequences right."""
-PROBE_LENGTHS = (5, 1, 7)
+PROBE_LENGTHS = (7, 3, 9)
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_OTHERWISE = 0.25
 """Relative error of a position's logits. Rounding in half precision gives a few percent; a token that sees another
@@ -84,54 +83,63 @@ class PackedRunner:
             logits = logits[keep.to(logits.device)]
         return logits.to(self.device)
 
-    def check(self) -> None:
-        """Compare packed steps with the model's own forward pass, once for a model.
-
-        Three short sequences are fed side by side, and then a token more of each, some in the company of a stretch of
-        another. Each position's logits must be those of the sequence alone.
-
-        Raises:
-            NotImplementedError: they are not, or the model does something that packed steps do not have.
-        """
-        if vars(self.model).get(CHECKED) == self.pool.groups and self.pool.is_sized:
-            return
-        sequences = _probe_sequences(self.model)
-        tables = [[BlockTable() for _ in self.pool.groups] for _ in sequences]
+    def size_pool(self) -> None:
+        """Feed one token, and take it back: a pool without a number of blocks settles it when it sees keys."""
+        tables = [BlockTable() for _ in self.pool.groups]
+        step = PackedStep(self.pool, [tables], [1])
         try:
-            with torch.no_grad():
-                alone = [
-                    self.model(torch.tensor([s], device=self.device), use_cache=False).logits[0] for s in sequences
-                ]
-            first = [len(s) - 2 if len(s) > 2 else 1 for s in sequences]
-            fed = [0] * len(sequences)
-            for counts in (first, [1, 1, 0], [1, 0, 2]):
-                order = [i for i in range(len(counts)) if counts[i] == 1] + [
-                    i for i in range(len(counts)) if counts[i] > 1
-                ]
-                step = PackedStep(self.pool, [tables[i] for i in order], [counts[i] for i in order])
-                ids = [token for i in order for token in sequences[i][fed[i] : fed[i] + counts[i]]]
-                logits = self.forward(step, ids, np.arange(len(ids)))
-                start = 0
-                for i in order:
-                    self._compare(alone[i][fed[i] : fed[i] + counts[i]], logits[start : start + counts[i]])
-                    start, fed[i] = start + counts[i], fed[i] + counts[i]
-        except NotImplementedError as error:
-            raise refusal(self.model, str(error)) from error
+            self.forward(step, _probe_sequences(self.model)[0][:1], np.zeros(1, np.int64))
         finally:
-            with self.pool.lock:
-                for allocator, group in zip(self.pool.allocators, zip(*tables, strict=True), strict=False):
-                    for table in group:
-                        allocator.release(table)
-        setattr(self.model, CHECKED, self.pool.groups)
+            step.undo()
 
-    def _compare(self, alone: torch.Tensor, packed: torch.Tensor) -> None:
-        difference = (packed.double() - alone.to(packed.device).double()).norm(dim=-1)
-        error = float((difference / alone.double().norm(dim=-1).clamp(min=1e-9).to(packed.device)).max())
-        if not error <= TOLERANCE.get(alone.dtype, TOLERANCE_OTHERWISE):
-            raise NotImplementedError(
-                f"its tokens do not keep to their own sequence when several are fed side by side (logits differ by "
-                f"{error:.1e} from those of each sequence alone)"
-            )
+
+_checked: weakref.WeakKeyDictionary[PreTrainedModel, torch.dtype] = weakref.WeakKeyDictionary()
+
+
+def check_packing(model: PreTrainedModel) -> None:
+    """Compare packed steps with a model's own forward pass, once for a model.
+
+    Three short sequences are fed side by side, and then more tokens of each, in each other's company. Each position's
+    logits must be those of the sequence alone.
+
+    Args:
+        model: enabled for paged attention.
+
+    Raises:
+        NotImplementedError: they are not, or the model does something that packed steps do not have.
+    """
+    if _checked.get(model) == model.dtype:
+        return
+    sequences, pool = _probe_sequences(model), BlockPool(block_size=16, num_blocks=len(PROBE_LENGTHS))
+    runner = PackedRunner(model, pool)
+    tables = [[BlockTable() for _ in pool.groups] for _ in sequences]
+    fed = [0] * len(sequences)
+    try:
+        with torch.no_grad():
+            inputs = [torch.tensor([tokens], device=runner.device) for tokens in sequences]
+            alone = [model(ids, use_cache=False).logits[0] for ids in inputs]
+        for counts in ([5, 1, 7], [1, 1, 0], [1, 1, 2]):
+            order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: counts[i] != 1)
+            step = PackedStep(pool, [tables[i] for i in order], [counts[i] for i in order])
+            ids = [token for i in order for token in sequences[i][fed[i] : fed[i] + counts[i]]]
+            logits, start = runner.forward(step, ids, np.arange(len(ids))), 0
+            for i in order:
+                _compare(alone[i][fed[i] : fed[i] + counts[i]], logits[start : start + counts[i]])
+                start, fed[i] = start + counts[i], fed[i] + counts[i]
+    except NotImplementedError as error:
+        raise refusal(model, str(error)) from error
+    _checked[model] = model.dtype
+
+
+def _compare(alone: torch.Tensor, packed: torch.Tensor) -> None:
+    limit = TOLERANCE.get(packed.dtype, TOLERANCE_OTHERWISE)
+    alone, packed = alone.to(packed.device).double(), packed.double()
+    error = float(((packed - alone).norm(dim=-1) / alone.norm(dim=-1).clamp(min=1e-9)).max())
+    if not error <= limit:
+        raise NotImplementedError(
+            f"its tokens do not keep to their own sequence when several are fed side by side (logits differ by "
+            f"{error:.1e} from those of each sequence alone)"
+        )
 
 
 def refusal(model: PreTrainedModel, reason: str) -> NotImplementedError:
@@ -163,8 +171,7 @@ def _probe_sequences(model: PreTrainedModel) -> list[list[int]]:
     size = model.get_input_embeddings().weight.shape[0]
     usable = [token for token in range(min(size, 4096)) if token not in special]
     generator = np.random.default_rng(0)
-    lengths = [length + 2 for length in PROBE_LENGTHS]
-    return [[usable[i] for i in generator.integers(len(usable), size=length)] for length in lengths]
+    return [[usable[i] for i in generator.integers(len(usable), size=length)] for length in PROBE_LENGTHS]
 
 
 def position_limit(model: PreTrainedModel) -> tuple[int, str] | None:
