@@ -187,7 +187,9 @@ def _mask_of_packed(offset: PackedLength, patched: Patched | None, kwargs: dict[
     layer = cache.layers[offset.layer]
     if layer.kind == "dummy":
         layer = next(layer for layer in cache.layers if layer.kind != "dummy")
-    if not (kwargs.get("attention_mask") is None and _is_plain(layer, patched, kwargs)):
+    padding = kwargs.get("attention_mask")
+    shows_all = padding is None or bool(padding.all())  # some models make one of their own
+    if not (shows_all and _is_plain(layer, patched, kwargs)):
         raise NotImplementedError("its masks say more than causal order and a sliding window")
     cache.plain_groups.add(layer.group)
     return None if patched is None or patched.takes_none else _stand_in(kwargs)

@@ -24,6 +24,7 @@ class Call:
     shares_prompts: bool
     assistant_block_size: int | None = None
     """Of the cache that an assistant gets, if its model is enabled."""
+    tokenizer: Any = None
     num_beams: int = 1
     repeats: int = 1
     """Into how many rows each prompt was expanded."""

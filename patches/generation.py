@@ -76,7 +76,7 @@ def unpatch_generation(model: PreTrainedModel) -> None:
 def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Any:
     cache = cache_of(kwargs) or _cache_for_assistant(model, kwargs)
     if cache is None:
-        return _run(Call(None, False, False), original, *args, **kwargs)
+        return _run(Call(None, False, False, tokenizer=kwargs.get("tokenizer")), original, *args, **kwargs)
     # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.
     own = not any(kwargs.get(name) is not None for name in ("assistant_model", "custom_generate"))
     call = Call(
@@ -84,6 +84,7 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
         follows_rows=own,
         shares_prompts=own and getattr(model, SHARES_PROMPTS, False),
         assistant_block_size=None if own else cache.block_size,
+        tokenizer=kwargs.get("tokenizer"),
     )
     try:
         key = begin_kept(model, cache, *args, **kwargs)
@@ -124,8 +125,10 @@ def _run(call: Call, original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _get_stopping_criteria(
     model: PreTrainedModel, original: Callable, generation_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    criteria = original(generation_config, *args, **kwargs)
     call = current_call()
+    if call is not None and generation_config.stop_strings is not None and kwargs.get("tokenizer") is None:
+        kwargs["tokenizer"] = call.tokenizer  # generate() loses it on the way to a loop of the caller's own
+    criteria = original(generation_config, *args, **kwargs)
     if call is not None:
         call.num_beams = generation_config.num_beams or 1
     follows = (

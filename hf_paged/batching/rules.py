@@ -97,6 +97,7 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
     """What generate() would do with these options.
 
     Args:
+        model: enabled for paged attention.
         prompt_ids: at least one.
         options: keyword arguments of generate().
 
