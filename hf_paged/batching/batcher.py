@@ -39,6 +39,8 @@ class BatcherStats:
 
     waiting: int
     running: int
+    peak_running: int
+    """The most sequences that ran at once."""
     finished: int
     """Requests that ended by themselves; a sample counts as one."""
     failed: int
@@ -461,6 +463,7 @@ class ContinuousBatcher:
         return BatcherStats(
             waiting=len(self._inbox) + len(self._scheduler.waiting),
             running=len(self._scheduler.running),
+            peak_running=self._scheduler.peak_running,
             finished=self._ended["finished"],
             failed=self._ended["error"],
             cancelled=self._ended["cancelled"],

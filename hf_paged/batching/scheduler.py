@@ -36,6 +36,7 @@ class Scheduler:
         waiting, running: in order.
         key: what keys and values depend on besides the tokens, for the index of kept prompts.
         num_preemptions: so far.
+        peak_running: the most that ran in a step.
     """
 
     def __init__(self, pool: BlockPool, max_step_tokens: int, max_rows: int, keeps_prompts: bool) -> None:
@@ -44,7 +45,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.key: Hashable = None
-        self.num_preemptions = 0
+        self.num_preemptions = self.peak_running = 0
         self._prefixes = pool.prefixes if keeps_prompts else None
 
     def check(self, max_length: int) -> None:
@@ -96,6 +97,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
                 may_admit = False
                 continue
+            self.peak_running = max(self.peak_running, len(picked))
             return step, [sequence for sequence, _ in picked]
 
     def _pick(self, may_admit: bool) -> list[tuple[Sequence, int]]:
