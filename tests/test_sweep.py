@@ -23,12 +23,13 @@ from hf_paged.sweep.tiny import pairs
 TOLD = read(PAGE.read_text(encoding="utf-8"))
 
 SAMPLE = [
-    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm",
-    "deepseek_v3", "diffllama", "doge", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
+    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm", "deepseek_v3",
+    "dia", "diffllama", "doge", "dory", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
     "gemma4_text", "git", "glm4", "glm_moe_dsa", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "got_ocr2",
-    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax",
-    "ministral", "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "nllb-moe", "olmo3", "openai-gpt",
-    "opt", "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "whisper",
+    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax", "ministral",
+    "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "musicgen", "nllb-moe", "olmo3", "openai-gpt", "opt",
+    "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "voxtral_realtime",
+    "whisper", "xlstm",
 ]  # fmt: skip
 """Model types: every outcome, every kind of layers, and all that the sweep once found to be wrong."""
 
