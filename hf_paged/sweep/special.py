@@ -27,6 +27,7 @@ _GEMMA3N = {
     "activation_sparsity_pattern": [0.0] * 6,
     "intermediate_size": [96] * 6,
 }
+_ONE_TILE = {"image_grid_pinpoints": [[56, 56]]}
 _INDEXER = {
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
@@ -57,7 +58,12 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     },
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3], "mamba_d_head": "auto"},
     "blip-2": {"image_token_index": 200},
-    "blt": {"num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 500, "encoder_hash_byte_group_size": [3, 4]},
+    "blt": {
+        "num_hidden_layers": 2,
+        "local_attention_window_len": 8,
+        "encoder_hash_byte_group_vocab": 500,
+        "encoder_hash_byte_group_size": [3, 4],
+    },
     "cohere_compass": {"text_config.": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}}},
     "cohere_compass_text": {"rope_parameters": {_FULL: _SECTIONS, _SLIDING: _SECTIONS}},
     "chameleon": {"vocabulary_map": {"<image>": 200}, "image_token_id": 200},
@@ -114,10 +120,14 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": [_LINEAR, _FULL] * 2, "mamba_d_head": "auto"},
     "instructblip": {"image_token_index": 200},
     "instructblipvideo": {"video_token_index": 200},
+    "internvl": {"vision_config.": {"image_size": [56, 56]}},
     "kyutai_speech_to_text": {
         "codec_config.": {"upsampling_ratios": [2, 2], "upsample_groups": 64, "codebook_size": 128},
     },
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", _FULL, "conv"]},
+    "llava_next": _ONE_TILE,
+    "llava_next_video": _ONE_TILE,
+    "llava_onevision": _ONE_TILE,
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral4": {
         "rope_parameters": {
@@ -156,10 +166,12 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "pp_formulanet": {
         "vision_config.": {"post_conv_in_channels": 32, "post_conv_mid_channels": 32, "post_conv_out_channels": 64},
     },
+    "qianfan_ocr": {"vision_config.": {"image_size": [56, 56]}},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 230},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 230},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]},
     "step3p7": {"text_config.": {"sliding_window": 8}},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "vibevoice": {"audio_config.": _CODEC, "semantic_model_config.": _CODEC},
     "vibevoice_asr": {"acoustic_tokenizer_encoder_config.": _CODEC, "semantic_tokenizer_encoder_config.": _CODEC},
     "xlm": {"emb_dim": 64},

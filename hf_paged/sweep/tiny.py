@@ -272,6 +272,8 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
     with _without_timm():
         model = model_class(config).eval().float()
     for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not parameter.any():  # nothing would come through
+            torch.nn.init.normal_(parameter, std=0.2)
         if "sink" in name.rsplit(".", 1)[-1]:
             torch.nn.init.normal_(parameter, mean=1.0)
     settings = model.generation_config
