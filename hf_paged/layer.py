@@ -245,6 +245,12 @@ class PagedLayer(CacheLayerMixin):
     reset = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _whole_cache
     offload = prefetch = _whole_cache
 
+    def __deepcopy__(self, memo: dict) -> PagedLayer:
+        raise NotImplementedError(
+            "the layers of a PagedCache share their rows; copy the whole cache. A model that adds copies of layers to "
+            "the cache it is given needs transformers' own cache"
+        )
+
 
 def _was_told_not_to_cache(rows: Rows, index: int) -> bool:
     """Whether the `use_cache=False` that an attention module passes on is the caller's. Decoder layers of some models

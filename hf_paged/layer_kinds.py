@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
-from transformers import PreTrainedConfig
+from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from hf_paged.pool import LayerGroup
@@ -24,7 +25,8 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
     """The kind of each layer of a model's decoder, and what its cache layer is made with.
 
     Raises:
-        NotImplementedError: there are layers of a kind that cannot be paged; the message names it.
+        NotImplementedError: there are layers of a kind that cannot be paged; the message names it. Or the model is
+            recurrent, and its config does not tell the kinds.
     """
     decoder = config.get_text_config(decoder=True)
     kinds, kwargs = get_layer_types_and_kwargs(decoder)
@@ -36,7 +38,24 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict]]:
             f"{decoder.model_type} has layers of kind {', '.join(unknown)}, which PagedCache does not hold yet; use "
             "transformers' own cache for this model"
         )
+    if not getattr(decoder, "layer_types", None) and any(
+        getattr(model, "_is_stateful", False) for model in model_classes(type(decoder))
+    ):  # then full_attention is what transformers takes for granted, not what the config says
+        raise NotImplementedError(
+            f"{decoder.model_type} is recurrent and keeps its state in its own way, so there is nothing to page; use "
+            "transformers' own cache"
+        )
     return list(kinds), list(kwargs)
+
+
+@functools.cache
+def model_classes(config_class: type) -> tuple[type, ...]:
+    """transformers' models without a head for this config; none where it knows none."""
+    try:
+        found = MODEL_MAPPING.get(config_class, ())
+    except ValueError:  # a few it maps to a class that it does not export, such as VoxtralRealtimeTextConfig
+        return ()
+    return found if isinstance(found, tuple) else (found,)
 
 
 def group_layers(kinds: Sequence[str], kwargs: Sequence[dict]) -> list[LayerGroup]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MODEL_MAPPING, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, eager_mask, sdpa_mask
 
 from hf_paged.cache import CachedLength
 from hf_paged.host import on_the_host
 from hf_paged.layer import PagedLayer
+from hf_paged.layer_kinds import model_classes
 from hf_paged.packed import PackedLayer, PackedLength
 
 IMPLEMENTATION = "hf_paged"
@@ -109,10 +110,8 @@ def _make_mask(**kwargs: Any) -> torch.Tensor | None:
 def _needs_eager_masks(config_class: type) -> bool:
     """Whether models of this config know eager attention only. Code of their own, outside their attention functions,
     may read the masks (NLLB-MoE, BigBird-Pegasus), and takes them for numbers that are added to scores."""
-    model_classes = MODEL_MAPPING.get(config_class, ())
-    model_classes = model_classes if isinstance(model_classes, tuple) else (model_classes,)
     names = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
-    return any(not any(getattr(model, name, False) for name in names) for model in model_classes)
+    return any(not any(getattr(model, name, False) for name in names) for model in model_classes(config_class))
 
 
 @on_the_host

@@ -854,6 +854,13 @@ def test_a_model_without_attention_is_refused_by_name():
         PagedCache(transformers.MambaConfig())
 
 
+@pytest.mark.parametrize("config", ["RwkvConfig", "xLSTMConfig"])
+def test_a_recurrent_model_whose_config_does_not_say_so_is_refused_by_name(config):
+    config = getattr(transformers, config)()
+    with pytest.raises(NotImplementedError, match=f"{config.model_type} is recurrent"):
+        PagedCache(config)
+
+
 # How it looks --------------------------------------------------------------------------------------------------------
 
 

@@ -726,6 +726,8 @@ def test_layers_refuse_what_only_the_whole_cache_can_do(llama: PreTrainedModel) 
     for name in ("reset", "crop", "reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
         with pytest.raises(NotImplementedError, match="call this on the cache"):
             getattr(filled.cache.layers[0], name)(1)
+    with pytest.raises(NotImplementedError, match="copy the whole cache"):
+        copy.deepcopy(filled.cache.layers[0])
     filled.assert_usable()
 
 

@@ -16,19 +16,22 @@ import transformers
 import hf_paged.attention
 from hf_paged.layer import PagedLayer
 from hf_paged.sweep.check import Different, Output, check, compare
+from hf_paged.sweep.images import with_images
+from hf_paged.sweep.prompts import LENGTHS, prompts
 from hf_paged.sweep.run import run_pairs
 from hf_paged.sweep.table import PAGE, page, read
-from hf_paged.sweep.tiny import pairs
+from hf_paged.sweep.tiny import build, pairs
 
 TOLD = read(PAGE.read_text(encoding="utf-8"))
 
 SAMPLE = [
-    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm",
-    "deepseek_v3", "diffllama", "doge", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
+    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm", "deepseek_v3",
+    "dia", "diffllama", "doge", "dory", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
     "gemma4_text", "git", "glm4", "glm_moe_dsa", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "got_ocr2",
-    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax",
-    "ministral", "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "nllb-moe", "olmo3", "openai-gpt",
-    "opt", "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "whisper",
+    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax", "ministral",
+    "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "musicgen", "nllb-moe", "olmo3", "openai-gpt", "opt",
+    "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "voxtral_realtime",
+    "whisper", "xlstm",
 ]  # fmt: skip
 """Model types: every outcome, every kind of layers, and all that the sweep once found to be wrong."""
 
@@ -74,17 +77,33 @@ def test_the_page_has_every_class_once_and_none_is_wrong() -> None:
     assert list(TOLD) == [pair[1:] for pair in pairs()]
     enabled, plain = zip(*TOLD.values(), strict=True)
     assert not {*enabled, *plain} & {"mismatch", "crash"}
-    assert sum(outcome != "no reference" for outcome in enabled) >= 290
+    assert sum(outcome != "no reference" for outcome in enabled) >= 322
+    assert PAGE.read_text(encoding="utf-8").count("| image |") >= 50
 
 
 def test_a_page_reads_as_it_was_written() -> None:
     lines = [
         {"type": "a", "cls": "A", "mapping": "CAUSAL_LM", "kinds": ["full_attention"], "outcome": "mixed"}
-        | {"reason": "x | y", "plain": "equal", "layers": "1 of 2"},
+        | {"given": "image", "reason": "x | y", "plain": "equal", "layers": "1 of 2"},
         {"type": "b", "cls": "B", "mapping": "SPEECH_SEQ_2_SEQ", "kinds": [], "outcome": "no reference"}
-        | {"reason": "", "plain": "", "layers": ""},
+        | {"given": "", "reason": "", "plain": "", "layers": ""},
     ]
     assert read(page(lines)) == {("a", "A"): ("mixed", "equal"), ("b", "B"): ("no reference", "")}
+
+
+def test_images_have_as_many_tokens_as_features_and_stand_before_the_text() -> None:
+    model = build("qwen2_vl", "Qwen2VLForConditionalGeneration", "IMAGE_TEXT_TO_TEXT")
+    text = prompts(model)
+    with torch.no_grad():
+        (inputs,) = with_images(model, text)
+    image = inputs["input_ids"] == model.config.image_token_id
+    assert image.sum(1).tolist() == [4, 4, 4] and inputs["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
+    assert torch.equal(inputs["mm_token_type_ids"], image.long())
+    assert inputs["attention_mask"].sum(1).tolist() == [length + 5 for length in LENGTHS]  # one begins the image
+    for ids, seen, row, length in zip(inputs["input_ids"], image, text["input_ids"], LENGTHS, strict=True):
+        assert torch.equal(ids[-length:], row[-length:]) and seen[-length - 4 : -length].all()
+        assert not ids[: -length - 5].any()
+    assert not list(with_images(build("llama", "LlamaForCausalLM", "CAUSAL_LM"), text))
 
 
 def test_another_token_or_other_logits_are_noticed_unless_the_best_are_tied() -> None:

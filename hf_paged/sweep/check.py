@@ -18,6 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 import hf_paged.attention
 from hf_paged import PagedCache, disable_paged_attention, enable_paged_attention
 from hf_paged.layer import HANDLE, PagedLayer
+from hf_paged.sweep.images import other_images, with_images
 from hf_paged.sweep.prompts import other_prompts, prompts
 from hf_paged.sweep.tiny import build, layer_kinds
 
@@ -37,12 +38,14 @@ class Line:
     cls: str
     mapping: str
     kinds: list[str]
+    given: str = ""
+    """`text`, or `image` or `sound` where there is one, too."""
     outcome: str = "no reference"
     reason: str = ""
     plain: str = ""
     """`equal`, or what a PagedCache gave on the model as it is."""
     layers: str = ""
-    """Layers through the kernel, of those that stored something."""
+    """Layers through the kernel in every step, of those that stored something."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,8 +71,8 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
         try:
             model = build(model_type, class_name, mapping)
             line.kinds = list(dict.fromkeys(layer_kinds(model.config)))
-            inputs = prompts(model)
-            expected = run(model, inputs, None)
+            inputs, expected = _reference(model)
+            line.given = _given(inputs)
             if blind := _blindness(model, inputs, expected):
                 line.reason = blind
                 return line
@@ -94,12 +97,32 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
             enabled, line.reason = _outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
         disable_paged_attention(model)
         line.layers = f"{seen.through_kernel} of {seen.stored}"
+        if seen.kernel and not seen.through_kernel:
+            line.layers = "each in some steps"
         line.outcome = enabled if enabled != "equal" else seen.outcome()
         if line.outcome in ("dense", "mixed"):
             line.reason = "; ".join(seen.reasons) or CHANGES
         if line.plain in ("mismatch", "crash") and line.outcome not in ("mismatch", "crash"):
             line.outcome, line.reason = line.plain, f"as it is: {plain_reason}"
     return line
+
+
+def _reference(model: PreTrainedModel) -> tuple[dict[str, Any], Output]:
+    """What the model is given, with images if it sees them so, and what it makes of that with the ordinary cache."""
+    text = prompts(model)
+    if "pixel_values" not in text:
+        for inputs in with_images(model, text):
+            with contextlib.suppress(Exception):  # the form was another
+                expected, other = run(model, inputs, None), run(model, other_images(inputs), None)
+                if float((other.logits[0] - expected.logits[0]).abs().max()) > 10 * TOLERANCE:
+                    return inputs, expected
+    return text, run(model, text, None)
+
+
+def _given(inputs: dict[str, Any]) -> str:
+    if {"pixel_values", "flattened_patches"} & inputs.keys():
+        return "image"
+    return "sound" if {"input_features", "input_values"} & inputs.keys() else "text"
 
 
 def paged(model: PreTrainedModel) -> Any:
@@ -126,10 +149,14 @@ def run(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> Output:
         output_logits=True,
         use_cache=True,
     )
+    if out.logits is None:
+        raise Different("its generate() does not tell its logits")
     logits = torch.stack([step.float() for step in out.logits])
     if logits.isnan().any():
         raise Different("NaN in the logits")
-    return Output(out.sequences, logits)
+    # Models of several codebooks delay each by another number of steps, so there the sequences are not of one form.
+    tokens = out.sequences if len(out.sequences) == logits.shape[1] else logits.argmax(-1).T
+    return Output(tokens, logits)
 
 
 def compare(actual: Output, expected: Output) -> None:
@@ -176,20 +203,23 @@ def _outcome_of(call: Any) -> tuple[str, str]:
         return "mismatch", str(error)
     except (ValueError, NotImplementedError, TypeError) as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        is_ours = str(Path(where.filename).resolve().parent) in _OURS
         # transformers itself says so where a model has a cache class of its own, or takes none.
         is_theirs = "PagedCache" in str(error) or where.name == "_validate_model_kwargs"
-        return ("refused" if is_ours or is_theirs else "crash"), _describe(error)
+        return ("refused" if _is_ours(where) or is_theirs else "crash"), _describe(error)
     except Exception as error:
         return "crash", _describe(error)
     return "equal", ""
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return str(Path(frame.filename).resolve().parent) in _OURS
 
 
 def _describe(error: Exception) -> str:
     if isinstance(error, Different):
         return str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if str(Path(last.filename).resolve().parent) in _OURS else f" ({Path(last.filename).name}:{last.lineno})"
+    place = "" if _is_ours(last) else f" ({Path(last.filename).name}:{last.lineno})"
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:240]}{place}"
 

@@ -14,6 +14,8 @@ FIRST, END = 3, FIRST_SPECIAL - 10
 """The ids of prompts: below those of images and sounds, above those of padding and beginnings."""
 SEES = ("blip", "blip-2", "instructblip", "instructblipvideo", "idefics")
 """Types that do not generate without an image."""
+HEARS = ("kyutai_speech_to_text", "voxtral_realtime")
+"""Types without an encoder's prompt that do not generate without sound."""
 
 
 def prompts(model: PreTrainedModel) -> dict[str, Any]:
@@ -30,14 +32,21 @@ def prompts(model: PreTrainedModel) -> dict[str, Any]:
     text = {"input_ids": ids, "attention_mask": mask}
     if config.model_type in SEES:
         return text | _image(model, text, generator)
-    if type(model).__name__.startswith("Musicgen"):  # a row of ids for each codebook
-        ids = ids.repeat_interleave(config.num_codebooks, 0)
-        return {"input_ids": ids, "attention_mask": mask, "guidance_scale": 1.0}
+    if config.model_type in HEARS:
+        return text | _sound(model, generator)
+    if type(model).__name__.startswith("Musicgen"):  # a row for each codebook, and no padding
+        ids = torch.randint(FIRST, end, (len(LENGTHS) * config.num_codebooks, max(LENGTHS)), generator=generator)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(mask)}
     if not config.is_encoder_decoder:
         return text
-    decoder = {"decoder_input_ids": torch.randint(FIRST, end, (len(LENGTHS), 4), generator=generator)}
+    channels = (config.get_text_config(decoder=True).num_channels,) if config.model_type == "dia" else ()
+    decoder = {"decoder_input_ids": torch.randint(FIRST, end, (len(LENGTHS), 4, *channels), generator=generator)}
+    if channels:
+        decoder["decoder_attention_mask"] = torch.ones(len(LENGTHS), 4, dtype=torch.long)
     if config.model_type == "udop":
         text["bbox"] = torch.rand(len(LENGTHS), max(LENGTHS), 4, generator=generator)
+    if config.model_type == "pop2piano":
+        return {"input_features": torch.randn(len(LENGTHS), 32, config.d_model, generator=generator)} | decoder
     if model.main_input_name == "input_ids":
         return text | decoder
     return _heard(model, generator) | decoder
@@ -70,6 +79,13 @@ def _image(model: PreTrainedModel, text: dict[str, Any], generator: torch.Genera
         found["input_ids"] = torch.cat((image, text["input_ids"]), 1)
         found["attention_mask"] = torch.cat((torch.ones_like(image), text["attention_mask"]), 1)
     return found
+
+
+def _sound(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:
+    if model.config.model_type == "kyutai_speech_to_text":
+        return {"input_values": torch.randn(len(LENGTHS), 1, 4000, generator=generator)}
+    bins, frames = model.config.audio_config.num_mel_bins, 32 * model.config.audio_length_per_tok
+    return {"input_features": torch.randn(len(LENGTHS), bins, frames, generator=generator)}
 
 
 def _heard(model: PreTrainedModel, generator: torch.Generator) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def run_pairs(pairs: list[tuple[str, str, str]], limit: float = LIMIT, tell: boo
         if failure is not None and left:
             mapping, model_type, name = left.pop(0)
             lines.append(
-                {"type": model_type, "cls": name, "mapping": mapping, "kinds": [], "outcome": "crash"}
+                {"type": model_type, "cls": name, "mapping": mapping, "kinds": [], "given": "", "outcome": "crash"}
                 | {"reason": failure, "plain": "", "layers": ""}
             )
     return lines

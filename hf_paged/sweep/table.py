@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent.parent / "patches" / "MODELS.md"
 
 MEANINGS = {
     "kernel": "the attention of every layer that stores keys and values runs through the paged kernels",
-    "mixed": "some of these layers do, others take the dense way",
+    "mixed": "some of these layers do, or each does in some steps; the others take the dense way",
     "dense": "all take the dense way, or the model cannot be enabled and a PagedCache serves it as it is",
     "not used": "tokens are right, but the model keeps nothing in the cache that it is given",
     "refused": "an error by name, before anything wrong is computed",
@@ -29,7 +29,7 @@ TITLES = {
     "SEQ_TO_SEQ_CAUSAL_LM": "Sequence to sequence",
     "SPEECH_SEQ_2_SEQ": "Speech to text",
 }
-COLUMNS = ("type", "class", "kinds of layers", "enabled", "as it is", "why")
+COLUMNS = ("type", "class", "kinds of layers", "given", "enabled", "as it is", "why")
 
 
 def page(lines: list[dict[str, Any]]) -> str:
@@ -44,7 +44,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         "Tokens and the logits of every step with a `PagedCache`, on the model as it is and after",
         "`enable_paged_attention(model)`, are held against those with the cache that generate() takes by itself (to",
         "1e-3 of the largest logit), and it is watched which way a layer's attention goes. Windows are 8 tokens long,",
-        "so that they are crossed. Models that see were given text only, unless they ask for more.",
+        "so that they are crossed. A model that sees is given an image in each row if one of the usual forms fits it,",
+        "and the image is known to change its logits; else text only, as the table tells.",
         "",
         "`python -m hf_paged.sweep` repeats it and writes this page; `--only TYPE` runs one type anew.",
         "`tests/test_sweep.py` runs a sample and fails where the page is not true. This one is of transformers",
@@ -64,7 +65,7 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 def _row(line: dict[str, Any]) -> str:
     outcome = line["outcome"] + (f" ({line['layers']})" if line["outcome"] == "mixed" else "")
-    cells = (line["type"], line["cls"], ", ".join(line["kinds"]), outcome, line["plain"], line["reason"])
+    cells = (line["type"], line["cls"], ", ".join(line["kinds"]), line["given"], outcome, line["plain"], line["reason"])
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
@@ -74,7 +75,7 @@ def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
     for row in text.splitlines():
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
         if len(cells) == len(COLUMNS) and cells[0] not in ("type", "---"):
-            found[cells[0], cells[1]] = cells[3].partition(" (")[0], cells[4]
+            found[cells[0], cells[1]] = cells[4].partition(" (")[0], cells[5]
     return found
 
 

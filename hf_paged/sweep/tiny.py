@@ -6,10 +6,13 @@ every layer are worked out again by the class, and every kind of layer stays. `s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -17,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.timm_wrapper.modeling_timm_wrapper import TimmWrapperModel
 
 from hf_paged.sweep.special import ATTRIBUTES, COMPOSED
 
@@ -100,7 +104,7 @@ def tiny_config(model_type: str, class_name: str, mapping: str) -> PreTrainedCon
         }
         return CONFIG_MAPPING[model_type](**parts, **TOKENS)
     config_class = _class_of(class_name).config_class
-    overrides = ATTRIBUTES.get(model_type, {}) | ATTRIBUTES.get(class_name, {})
+    overrides = _special(model_type, class_name)
     default = CONFIG_MAPPING[model_type](**overrides.get("__init__", {}))
     if config_class is not None and not isinstance(default, config_class):
         inner = ((name, value) for name, value in vars(default).items() if isinstance(value, config_class))
@@ -118,6 +122,10 @@ def tiny_config(model_type: str, class_name: str, mapping: str) -> PreTrainedCon
     else:
         _say_kinds(config, wanted)
     return config
+
+
+def _special(model_type: str, class_name: str) -> dict[str, Any]:
+    return ATTRIBUTES.get(model_type, {}) | ATTRIBUTES.get(class_name, {})
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
@@ -237,6 +245,13 @@ def _class_of(name: str) -> type[PreTrainedModel]:
     return getattr(transformers, name)
 
 
+@contextlib.contextmanager
+def _without_timm() -> Iterator[None]:
+    """Within, a tower of timm's is an empty module: no image reaches it."""
+    with mock.patch.object(TimmWrapperModel, "__init__", PreTrainedModel.__init__):
+        yield
+
+
 def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
     """A random model in float32, the same one at every call.
 
@@ -246,7 +261,7 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
     config = tiny_config(model_type, class_name, mapping)
     model_class = _class_of(class_name)
     try:
-        with torch.device("meta"):
+        with _without_timm(), torch.device("meta"):
             sizes = {name: p.numel() for name, p in model_class(config).named_parameters()}
     except Exception:  # some cannot be built without memory
         sizes = {}
@@ -254,8 +269,11 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
         largest = sorted(sizes, key=sizes.get)[-3:]
         raise ValueError(f"not tiny: {sum(sizes.values()):,} parameters, {', '.join(largest)} the largest")
     torch.manual_seed(0)
-    model = model_class(config).eval().float()
+    with _without_timm():
+        model = model_class(config).eval().float()
     for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not parameter.any():  # nothing would come through
+            torch.nn.init.normal_(parameter, std=0.2)
         if "sink" in name.rsplit(".", 1)[-1]:
             torch.nn.init.normal_(parameter, mean=1.0)
     settings = model.generation_config
@@ -268,6 +286,8 @@ def build(model_type: str, class_name: str, mapping: str) -> PreTrainedModel:
     ):
         setattr(settings, name, None)
     settings.pad_token_id = 0
-    if settings.decoder_start_token_id is None:
+    if getattr(settings, "decoder_start_token_id", None) is None:
         settings.decoder_start_token_id = TOKENS["decoder_start_token_id"]
+    for name, value in _special(model_type, class_name).get("generation.", {}).items():
+        setattr(settings, name, value)
     return model
