@@ -269,19 +269,18 @@ def plan(
             if not per_token:
                 raise typer.BadParameter("the bytes of a token must be positive", param_hint="'--kv-bytes-per-token'")
             footprint = capacity.Footprint.per_token(per_token)
-        if (total := _parse_size(gpu_memory, "--gpu-memory")) is not None:
-            of_weights = footprint.weight_bytes if weights is None else _parse_size(weights, "--weights")
-            if of_weights is None:
-                raise typer.BadParameter("say what the weights take, too, or use --kv-memory", param_hint="'--weights'")
+        total = _parse_size(gpu_memory, "--gpu-memory")
+        of_weights = footprint.weight_bytes if weights is None else _parse_size(weights, "--weights")
+        if total is not None and of_weights is None:
+            raise typer.BadParameter("say what the weights take, too, or use --kv-memory", param_hint="'--weights'")
         if lengths is not None:
             progress(f"reading {lengths.name}")
             counter = None if tokenizer is None else _token_counter(tokenizer)
             real = capacity.read_lengths(lengths, prompt_column, output_column, count_tokens=counter)
         try:
+            budget: Any = _parse_size(kv_memory, "--kv-memory")
             if total is not None:
-                budget = capacity.MemoryBudget.of_gpu(total, of_weights, _parse_overhead(overhead, total))
-            else:
-                budget = _parse_size(kv_memory, "--kv-memory")
+                budget = capacity.MemoryBudget.of_gpu(total, of_weights or 0, _parse_overhead(overhead, total))
             result = capacity.plan_capacity(
                 footprint,
                 budget,
@@ -298,6 +297,32 @@ def plan(
     else:
         typed = [size for size in (gpu_memory, kv_memory, kv_bytes_per_token) if size is not None]
         print_plan(result, Console(), binary=not typed or typed[0].strip().lower().endswith("ib"))
+
+
+@app.command(
+    epilog="Examples:  `hf-paged doctor`   `hf-paged doctor --json`   `HF_PAGED_BACKEND=reference hf-paged doctor`"
+)
+def doctor(as_json: JsonOption = False) -> None:
+    """Check whether this machine is ready, in seconds.
+
+    Looked at are versions, devices and their memory, which kernels will run on each device and why, environment
+    variables and packages that are known to stand in the way, and what is not installed. Every kernel that runs here is
+    compared with attention in float64, and a tiny model's answers with those of the ordinary cache.
+
+    Each line is ok, a note, a warning or failed, with what to do; where one has failed the exit code is 1.
+    """
+    with _errors(), _progress() as progress:
+        progress("loading torch and transformers")
+        from hf_paged.doctor import run_doctor
+        from hf_paged.doctor.report import print_diagnosis
+
+        diagnosis = run_doctor(progress)
+    if as_json:
+        _print_json(diagnosis.as_dict())
+    else:
+        print_diagnosis(diagnosis, Console())
+    if not diagnosis.passed:
+        raise typer.Exit(CHECK_FAILED)
 
 
 @app.command(
@@ -338,7 +363,10 @@ def kernels(
             if unknown := [name for name in chosen or () if name not in known]:
                 raise typer.BadParameter(f"'{unknown[0]}' is not among {', '.join(known)}", param_hint=f"'{option}'")
             cases = [case for case in cases if not chosen or getattr(case, attribute) in chosen]
-        outcomes = static_guard.run(cases, jobs, lambda done: progress(f"compiled {done} of {len(cases)}"))
+        if missing := static_guard.missing_tool(cases):
+            raise NotImplementedError(missing)
+        with progress.bar("compiling", len(cases)) as advance:
+            outcomes = static_guard.run(cases, jobs, advance)
     results = [(case, facts, static_guard.verdict(case, facts)) for case, facts in zip(cases, outcomes, strict=True)]
     failed = [result for result in results if result[2]]
     shown = failed if faults else results
@@ -356,6 +384,7 @@ class _Progress:
     """Says on stderr what is going on, in one line that goes away; nothing where stderr is no terminal."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         # Slow on purpose: the spinner runs beside what is being timed.
         self._status = console.status("", refresh_per_second=4) if console.is_terminal else None
 
@@ -368,6 +397,20 @@ class _Progress:
         """Clear the line until the next report."""
         if self._status:
             self._status.stop()
+
+    @contextlib.contextmanager
+    def bar(self, text: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A bar in place of the line, which is told how much of `total` is done."""
+        self.pause()
+        if not self._status:
+            yield lambda done: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("[dim]{task.description}[/]"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(text, total=total)
+            yield lambda done: bar.update(task, completed=done)
 
 
 @contextlib.contextmanager

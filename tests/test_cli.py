@@ -15,6 +15,7 @@ import hf_paged
 from hf_paged import demo as demo_module
 from hf_paged import models
 from hf_paged.cli import app
+from hf_paged.doctor import Diagnosis, Finding, Status
 
 runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -38,7 +39,14 @@ def test_help_names_the_commands() -> None:
 
 
 @pytest.mark.parametrize(
-    "command, option", [("demo", "--model"), ("bench", "--model"), ("kernels", "--target"), ("plan", "--gpu-memory")]
+    "command, option",
+    [
+        ("demo", "--model"),
+        ("bench", "--model"),
+        ("kernels", "--target"),
+        ("plan", "--gpu-memory"),
+        ("doctor", "--json"),
+    ],
 )
 def test_help_of_a_command_gives_examples(command: str, option: str) -> None:
     result = runner.invoke(app, [command, "--help"])
@@ -121,6 +129,49 @@ def test_plan_reads_real_requests(tiny_llama_folder: Path, tmp_path: Path) -> No
     assert "2 real requests" in shown.stdout and "worst case" in shown.stdout
     found = json.loads(runner.invoke(app, [*options, "--json"]).stdout)["lengths"]
     assert (found["count"], found["prompt"]["max"], found["output"]["max"], found["total"]["max"]) == (2, 3, 2, 4)
+
+
+def test_kernels_without_the_disassembler_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", "/no/such/cuobjdump")
+    from triton import knobs
+
+    monkeypatch.setattr(type(knobs.nvidia).__dict__["cuobjdump"], "default_path", "/no/such/cuobjdump")
+    result = runner.invoke(app, ["kernels", "--target", "sm_90", "--kernel", "copy"])
+    assert result.exit_code == 2, result.output
+    assert "cuobjdump is missing" in result.stderr and "gfx942" in result.stderr
+
+
+def test_kernels_without_triton_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = runner.invoke(app, ["kernels"])
+    assert result.exit_code == 2
+    assert "pip install triton" in result.stderr
+
+
+def diagnosis(*statuses: str) -> Diagnosis:
+    found = tuple(Finding(f"part {i}", Status(word), f"looks {word}", "mend it") for i, word in enumerate(statuses))
+    return Diagnosis({"parts": found})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_code", "verdict"),
+    [
+        (("ok", "note"), 0, "All is well: 1 ok, 1 note."),
+        (("ok", "warning"), 0, "It works, with something to mend: 1 ok, 1 warning."),
+        (("failed", "warning", "ok"), 1, "Something is wrong: 1 ok, 1 warning, 1 failed."),
+    ],
+)
+def test_doctor_sums_up(monkeypatch: pytest.MonkeyPatch, statuses: tuple, exit_code: int, verdict: str) -> None:
+    monkeypatch.setattr("hf_paged.doctor.run_doctor", lambda progress: diagnosis(*statuses))
+    shown = runner.invoke(app, ["doctor"])
+    assert shown.exit_code == exit_code
+    assert shown.stdout.strip().splitlines()[-1] == verdict
+    assert "→ mend it" in shown.stdout and "\x1b" not in shown.stdout and shown.stderr == ""
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == exit_code
+    found = json.loads(result.stdout)
+    assert found["passed"] is (exit_code == 0)
+    assert [part["status"] for part in found["sections"]["parts"]] == list(statuses)
 
 
 def test_version() -> None:

@@ -39,7 +39,7 @@ class GroupFootprint:
         Blocks that have left a sliding window are freed; a window may begin and end within a block.
         """
         blocks = -(-length // block_size)
-        if not self.frees_blocks:
+        if self.window is None or not self.frees_blocks:
             return blocks
         return np.minimum(blocks, -(-(self.window + block_size - 1) // block_size))
 

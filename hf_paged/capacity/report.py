@@ -144,10 +144,8 @@ def _count(requests: int | None) -> str:
 
 
 def _table(title: str, columns: tuple[str, ...]) -> Table:
-    table = Table(
-        title=f"\n{title}" if title else None,
-        **{"title_justify": "left", "title_style": "bold", "header_style": "dim", "box": None, "pad_edge": False},
-    )
+    heading = f"\n{title}" if title else None
+    table = Table(title=heading, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table
