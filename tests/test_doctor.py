@@ -39,6 +39,7 @@ def fresh_backends() -> Iterator[None]:
         lookup.cache_clear()
 
 
+@pytest.mark.smoke
 def test_a_machine_that_runs_these_tests_is_well() -> None:
     told: list[str] = []
     diagnosis = run_doctor(told.append)
