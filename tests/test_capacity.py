@@ -23,6 +23,7 @@ from hf_paged.capacity import (
     load_config,
     parse_size,
     plan_capacity,
+    probe,
     read_lengths,
 )
 from hf_paged.models import ModelLoadError
@@ -243,6 +244,30 @@ def test_models_that_cannot_be_counted_are_refused_by_name() -> None:
         footprint_of(MambaConfig())
     with pytest.raises(NotImplementedError, match="bart has an encoder"):
         footprint_of(BartConfig())
+
+
+def test_constants_that_a_model_looks_at_are_no_obstacle() -> None:
+    config = tiny_config("gemma3n_text")
+    config.activation_sparsity_pattern = [0.95] * config.num_hidden_layers
+    assert footprint_of(config).bytes_per_token == footprint_of(tiny_config("gemma3n_text")).bytes_per_token
+
+
+def test_where_the_whole_does_not_run_the_text_part_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a model wants images or a library that is not here; its weights are then unknown."""
+    text = tiny_config("gemma3_text")
+    whole = AutoConfig.for_model("gemma3", text_config=text.to_dict())
+    build = probe._build
+
+    def only_text(config: PreTrainedConfig, dtype: torch.dtype) -> object:
+        if config.model_type == "gemma3":
+            raise ImportError("a library is not here")
+        return build(config, dtype)
+
+    known = footprint_of(whole)
+    monkeypatch.setattr(probe, "_build", only_text)
+    found = footprint_of(whole)
+    assert known.groups == found.groups == footprint_of(text).groups
+    assert known.parameters > 0 and found.parameters is found.weight_bytes is None
 
 
 def test_the_config_is_left_as_it_is() -> None:

@@ -59,7 +59,7 @@ class Footprint:
             if all were as large.
         model: what to call it.
         dtype: of keys and values; None where it is not known.
-        parameters: of the model; None where it is not known.
+        parameters: of the model; None where it is not known, as where its text part alone could be run.
         weight_bytes: these in `dtype`, buffers included.
         is_quantized: the checkpoint's weights are in another form, and `weight_bytes` are not theirs.
         max_positions: what the config gives as the longest sequence.

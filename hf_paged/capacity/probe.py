@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_paged.cache import PagedCache
 from hf_paged.capacity.footprint import Footprint, GroupFootprint
 from hf_paged.models import ModelLoadError, cache_keyword, quiet
+from hf_paged.pool import LayerGroup
 
 IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
 """Those that never look at a value, which there is none of on the meta device."""
@@ -66,24 +67,21 @@ def footprint_of(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> 
         raise NotImplementedError(
             f"{kind} has an encoder and a decoder, which keep keys of two kinds; give --kv-bytes-per-token instead"
         )
-    groups = PagedCache(config, num_blocks=1).pool.groups  # says so where a model cannot be paged
+    groups = _groups_of(config)
     config = copy.deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     dtype = dtype or _dtype_of(config) or _dtype_of(decoder) or torch.bfloat16
-    cache = DynamicCache(config=config)
-    try:
-        with quiet(), warnings.catch_warnings(), torch.device("meta"), torch.no_grad():
-            warnings.simplefilter("ignore")
-            model = _build(config, dtype).eval()
-            ids = torch.ones(1, 1, dtype=torch.long)
-            # With a mask, or some look for padding among the ids, which are not there.
-            model(input_ids=ids, attention_mask=ids, use_cache=True, **{cache_keyword(model): cache})
-    except Exception as error:  # whatever a model's code raises
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NotImplementedError(
-            f"{kind} does not run without memory, so its keys and values cannot be counted ({reason}); give "
-            "--kv-bytes-per-token instead"
-        ) from error
+    failure: Exception | None = None
+    # What sees images may want some, or libraries that are not here; its text part does not.
+    for part in (config,) if decoder is config else (config, decoder):
+        try:
+            model, cache = _run(part, dtype)
+            break
+        except Exception as error:  # whatever a model's code raises
+            failure = failure or error
+    else:
+        raise _cannot_count(kind, failure)
+    is_whole = part is config
     per_layer = {index: _stored_bytes(layer) for index, layer in enumerate(cache.layers)}
     stored = [nbytes for nbytes in per_layer.values() if nbytes]
     if not stored:
@@ -102,11 +100,30 @@ def footprint_of(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> 
         first_layer_bytes=stored[0],
         model=config.name_or_path or kind,
         dtype=str(dtype).removeprefix("torch."),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        weight_bytes=sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())),
+        parameters=sum(parameter.numel() for parameter in model.parameters()) if is_whole else None,
+        weight_bytes=_weight_bytes(model) if is_whole else None,
         is_quantized=getattr(config, "quantization_config", None) is not None,
         max_positions=getattr(decoder, "max_position_embeddings", None),
     )
+
+
+def _groups_of(config: PreTrainedConfig) -> tuple[LayerGroup, ...]:
+    try:
+        return PagedCache(config, num_blocks=1).pool.groups
+    except NotImplementedError:
+        raise
+    except Exception as error:  # a config that says nothing of layers
+        raise _cannot_count(config.model_type, error)  # noqa: B904  it names its cause
+
+
+def _cannot_count(kind: str, error: Exception | None) -> NotImplementedError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    refusal = NotImplementedError(
+        f"{kind} does not run without memory, so its keys and values cannot be counted ({reason}); give "
+        "--kv-bytes-per-token instead"
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def _dtype_of(config: PreTrainedConfig) -> torch.dtype | None:
@@ -123,6 +140,42 @@ def _build(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         if type(config) in auto._model_mapping:
             return auto.from_config(config, dtype=dtype, **IMPLEMENTATIONS)
     raise NotImplementedError("transformers knows no class of this type that generates text")
+
+
+def _run(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, DynamicCache]:
+    """A model without memory, and the ordinary cache after one token of it."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            model = _build(config, dtype).eval()
+        return model, _fill(model, config)
+
+
+@torch.no_grad()
+def _fill(model: Any, config: PreTrainedConfig) -> DynamicCache:
+    """What a forward pass makes without naming a device must be without values in most models, beside everything else,
+    and have some in those that look at it (Gemma 3n's constants).
+    """
+    ids = torch.ones(1, 1, dtype=torch.long, device="meta")
+
+    def run() -> DynamicCache:
+        cache = DynamicCache(config=config)
+        # With a mask, or some look for padding among the ids, which are not there.
+        model(input_ids=ids, attention_mask=ids, use_cache=True, **{cache_keyword(model): cache})
+        return cache
+
+    try:
+        with torch.device("meta"):
+            return run()
+    except Exception as error:  # whatever a model's code raises
+        try:
+            return run()
+        except Exception:
+            raise error from None
+
+
+def _weight_bytes(model: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _stored_bytes(layer: Any) -> int:
