@@ -19,7 +19,8 @@ app = typer.Typer(
     name="hf-paged",
     help="A paged KV cache for Hugging Face transformers.\n\n"
     "Start with `hf-paged demo`: it answers a few prompts with the ordinary cache and with the paged one, "
-    "checks that the texts are equal, and shows speed and memory of both.",
+    "checks that the texts are equal, and shows speed and memory of both. `hf-paged doctor` tells whether this machine "
+    "is ready, `hf-paged plan MODEL` how many requests fit into its memory.",
     epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or a missing model.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -180,6 +181,151 @@ def bench(
 
 
 @app.command(
+    epilog="Examples:  `hf-paged plan org/model --gpu-memory 80GiB`   "
+    "`hf-paged plan config.json --gpu-memory 24GiB --length 500 --max-length 8192`   "
+    "`hf-paged plan org/model --kv-memory 40GB --lengths requests.jsonl --prompt-column prompt --output-column answer "
+    "--tokenizer org/model`   "
+    "`hf-paged plan --kv-bytes-per-token 250KB --kv-memory 40GB --requests 50`"
+)
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="Hub id, folder or JSON file of a config.", show_default=False),
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of the device, such as 80GiB.", show_default=False)
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of weights on it.", show_default="parameters times --dtype"),
+    ] = None,
+    overhead: Annotated[
+        str, typer.Option(metavar="SIZE|%", help="Kept for activations and the rest; % of the memory.")
+    ] = "10%",
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Instead of these: what keys and values may take.", show_default=False),
+    ] = None,
+    kv_bytes_per_token: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-bytes-per-token",
+            metavar="SIZE",
+            help="Instead of MODEL: of a token in all layers.",
+            show_default=False,
+        ),
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a request, prompt and answer.")] = 500,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens reserved where memory is contiguous.", show_default="8192, or the model's limit"
+        ),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Show what so many take.", show_default=False)] = None,
+    block_size: BlockSizeOption = 16,
+    dtype: Annotated[
+        DType, typer.Option(help="Of weights, keys and values; auto is the config's, else bfloat16.")
+    ] = DType.auto,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Real requests: JSON lines, CSV or Parquet (needs datasets).", show_default=False
+        ),
+    ] = None,
+    prompt_column: Annotated[
+        str, typer.Option(help="Its column of prompts: tokens, token ids or text.")
+    ] = "prompt_tokens",
+    output_column: Annotated[str, typer.Option(help="Its column of answers.")] = "output_tokens",
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="ID|PATH", help="Counts the tokens of columns of text.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell how many requests fit into memory, without loading weights.
+
+    The config is read and the model run once without memory, to see what it hands to a cache: grouped heads, latents,
+    windows, layers that share keys and values, and recurrent states are counted as they are. Compared are a length
+    reserved for each request, as a StaticCache does, and blocks, as PagedCache takes them.
+
+    GB and KB are 10^9 and 10^3 bytes, GiB and KiB 2^30 and 2^10; results are shown in the kind that was typed.
+    """
+    with _errors(), _progress() as progress:
+        _check_block_size(block_size)
+        progress("loading torch and transformers")
+        from hf_paged import capacity
+        from hf_paged.capacity.report import print_plan
+
+        if (model is None) == (kv_bytes_per_token is None):
+            raise typer.BadParameter("give a MODEL or --kv-bytes-per-token, one of them", param_hint="'MODEL'")
+        if gpu_memory is not None and kv_memory is not None:
+            raise typer.BadParameter("give --gpu-memory or --kv-memory, not both", param_hint="'--kv-memory'")
+        if model is not None:
+            progress(f"running {model} without memory")
+            config = capacity.load_config(model)
+            footprint = capacity.footprint_of(config, _torch_dtype(dtype))
+        else:
+            per_token = _parse_size(kv_bytes_per_token, "--kv-bytes-per-token")
+            if not per_token:
+                raise typer.BadParameter("the bytes of a token must be positive", param_hint="'--kv-bytes-per-token'")
+            footprint = capacity.Footprint.per_token(per_token)
+        total = _parse_size(gpu_memory, "--gpu-memory")
+        of_weights = footprint.weight_bytes if weights is None else _parse_size(weights, "--weights")
+        if total is not None and of_weights is None:
+            raise typer.BadParameter("say what the weights take, too, or use --kv-memory", param_hint="'--weights'")
+        if lengths is not None:
+            progress(f"reading {lengths.name}")
+            counter = None if tokenizer is None else _token_counter(tokenizer)
+            real = capacity.read_lengths(lengths, prompt_column, output_column, count_tokens=counter)
+        try:
+            budget: Any = _parse_size(kv_memory, "--kv-memory")
+            if total is not None:
+                budget = capacity.MemoryBudget.of_gpu(total, of_weights or 0, _parse_overhead(overhead, total))
+            result = capacity.plan_capacity(
+                footprint,
+                budget,
+                length=length,
+                max_length=max_length or max(length, min(8192, footprint.max_positions or 8192)),
+                block_size=block_size,
+                requests=requests,
+                lengths=None if lengths is None else real,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if as_json:
+        _print_json(result.as_dict())
+    else:
+        typed = [size for size in (gpu_memory, kv_memory, kv_bytes_per_token) if size is not None]
+        print_plan(result, Console(), binary=not typed or typed[0].strip().lower().endswith("ib"))
+
+
+@app.command(
+    epilog="Examples:  `hf-paged doctor`   `hf-paged doctor --json`   `HF_PAGED_BACKEND=reference hf-paged doctor`"
+)
+def doctor(as_json: JsonOption = False) -> None:
+    """Check whether this machine is ready, in seconds.
+
+    Looked at are versions, devices and their memory, which kernels will run on each device and why, environment
+    variables and packages that are known to stand in the way, and what is not installed. Every kernel that runs here is
+    compared with attention in float64, and a tiny model's answers with those of the ordinary cache.
+
+    Each line is ok, a note, a warning or failed, with what to do; where one has failed the exit code is 1.
+    """
+    with _errors(), _progress() as progress:
+        progress("loading torch and transformers")
+        from hf_paged.doctor import run_doctor
+        from hf_paged.doctor.report import print_diagnosis
+
+        diagnosis = run_doctor(progress)
+    if as_json:
+        _print_json(diagnosis.as_dict())
+    else:
+        print_diagnosis(diagnosis, Console())
+    if not diagnosis.passed:
+        raise typer.Exit(CHECK_FAILED)
+
+
+@app.command(
     epilog="Examples:  `hf-paged kernels`   `hf-paged kernels --target sm_90 --markdown`   "
     "`hf-paged kernels --all --faults`"
 )
@@ -217,7 +363,10 @@ def kernels(
             if unknown := [name for name in chosen or () if name not in known]:
                 raise typer.BadParameter(f"'{unknown[0]}' is not among {', '.join(known)}", param_hint=f"'{option}'")
             cases = [case for case in cases if not chosen or getattr(case, attribute) in chosen]
-        outcomes = static_guard.run(cases, jobs, lambda done: progress(f"compiled {done} of {len(cases)}"))
+        if missing := static_guard.missing_tool(cases):
+            raise NotImplementedError(missing)
+        with progress.bar("compiling", len(cases)) as advance:
+            outcomes = static_guard.run(cases, jobs, advance)
     results = [(case, facts, static_guard.verdict(case, facts)) for case, facts in zip(cases, outcomes, strict=True)]
     failed = [result for result in results if result[2]]
     shown = failed if faults else results
@@ -235,6 +384,7 @@ class _Progress:
     """Says on stderr what is going on, in one line that goes away; nothing where stderr is no terminal."""
 
     def __init__(self, console: Console) -> None:
+        self._console = console
         # Slow on purpose: the spinner runs beside what is being timed.
         self._status = console.status("", refresh_per_second=4) if console.is_terminal else None
 
@@ -247,6 +397,20 @@ class _Progress:
         """Clear the line until the next report."""
         if self._status:
             self._status.stop()
+
+    @contextlib.contextmanager
+    def bar(self, text: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A bar in place of the line, which is told how much of `total` is done."""
+        self.pause()
+        if not self._status:
+            yield lambda done: None
+            return
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("[dim]{task.description}[/]"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as bar:
+            task = bar.add_task(text, total=total)
+            yield lambda done: bar.update(task, completed=done)
 
 
 @contextlib.contextmanager
@@ -262,11 +426,12 @@ def _progress() -> Iterator[_Progress]:
 def _errors() -> Iterator[None]:
     """Turn the errors that a user can mend into a message and an exit code."""
     from hf_paged import OutOfBlocksError
+    from hf_paged.capacity import LengthsError
     from hf_paged.models import ModelLoadError
 
     try:
         yield
-    except (ModelLoadError, OutOfBlocksError, NotImplementedError) as error:
+    except (LengthsError, ModelLoadError, OutOfBlocksError, NotImplementedError) as error:
         Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(CANNOT_RUN) from error
 
@@ -286,7 +451,7 @@ def _load(model: str | None, dtype: DType, device: str | None, progress: Callabl
         progress(f"converting {DEMO_MODEL}, this once, which takes about 20 seconds")
     else:
         progress(f"loading {model or DEMO_MODEL}")
-    return load_model(model, None if dtype is DType.auto else getattr(torch, dtype.value), device)
+    return load_model(model, _torch_dtype(dtype), device)
 
 
 def _check_block_size(block_size: int) -> None:
@@ -304,6 +469,49 @@ def _parse_points(text: str) -> list[Any]:
             raise typer.BadParameter(f"'{item.strip()}' is not of the form 8x1024", param_hint="'--points'")
         points.append(DecodePoint(int(batch), int(length)))
     return points
+
+
+def _torch_dtype(dtype: DType) -> Any:
+    import torch
+
+    return None if dtype is DType.auto else getattr(torch, dtype.value)
+
+
+def _parse_size(text: str | None, option: str) -> int | None:
+    from hf_paged.capacity import parse_size
+
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from error
+
+
+def _parse_overhead(text: str, total: int) -> int:
+    share = text.strip().removesuffix("%")
+    if share == text.strip():
+        return _parse_size(text, "--overhead") or 0
+    try:
+        if not 0 <= float(share) < 100:
+            raise ValueError
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"'{text}' is no share of the memory such as 10%", param_hint="'--overhead'"
+        ) from error
+    return int(total * float(share) / 100)
+
+
+def _token_counter(name: str) -> Callable[[list[str]], list[int]]:
+    from transformers import AutoTokenizer
+
+    from hf_paged.models import ModelLoadError, quiet
+
+    try:
+        with quiet(hub=False):
+            tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelLoadError(f"Cannot load the tokenizer '{name}': {reason}") from error
+    return lambda texts: [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
 def _print_json(result: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer. The first call converts the weights, later ones take about a second."""
     folder = _converted(find_demo_gguf())
-    with _quiet():
+    with quiet():
         return _load(folder, dtype, device, local_files_only=True)
 
 
@@ -95,7 +95,7 @@ def load_model(
         if not path.is_dir():
             raise ModelLoadError(f"Cannot load a model from {path}: there is no such folder.")
     try:
-        with _quiet(hub=False):
+        with quiet(hub=False):
             return _load(name_or_path, dtype or "auto", device)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -173,7 +173,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The bar of the conversion is not under transformers' switch for progress bars, hence the redirection.
-    with _quiet(), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
@@ -214,7 +214,7 @@ def _remove_abandoned(root: Path) -> None:
 
 
 @contextlib.contextmanager
-def _quiet(*, hub: bool = True) -> Iterator[None]:
+def quiet(*, hub: bool = True) -> Iterator[None]:
     """No progress bars and no warnings from transformers (nor, with `hub`, from the hub) inside; then as before."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging

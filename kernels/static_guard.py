@@ -179,6 +179,22 @@ def run(
     return [results[index] for index in range(len(cases))]
 
 
+def missing_tool(cases: Iterable[Case]) -> str | None:
+    """What these cases need and this machine lacks, in words that say what to do; None if nothing."""
+    if any(DEVICES[case.target].target.is_nvidia for case in cases):
+        from triton import knobs
+
+        for tool in ("ptxas", "cuobjdump"):
+            try:
+                getattr(knobs.nvidia, tool).path  # noqa: B018  it is looked for when asked
+            except (RuntimeError, AttributeError):
+                return (
+                    f"{tool} is missing, which NVIDIA targets need. Triton's wheels bring it: reinstall triton, set "
+                    f"TRITON_{tool.upper()}_PATH to a CUDA toolkit's, or choose another --target, such as gfx942"
+                )
+    return None
+
+
 def source_hash() -> str:
     """Of all that decides what comes out: the kernels, how they are cut and read, and the compiler."""
     import triton

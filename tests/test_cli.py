@@ -15,6 +15,7 @@ import hf_paged
 from hf_paged import demo as demo_module
 from hf_paged import models
 from hf_paged.cli import app
+from hf_paged.doctor import Diagnosis, Finding, Status
 
 runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
 
@@ -33,10 +34,20 @@ def run_tiny_demo(folder: Path, *options: str) -> object:
 def test_help_names_the_commands() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert "demo" in result.output and "bench" in result.output and "Exit codes" in result.output
+    for expected in ("demo", "bench", "kernels", "plan", "doctor", "Exit codes"):
+        assert expected in result.output, expected
 
 
-@pytest.mark.parametrize("command, option", [("demo", "--model"), ("bench", "--model"), ("kernels", "--target")])
+@pytest.mark.parametrize(
+    "command, option",
+    [
+        ("demo", "--model"),
+        ("bench", "--model"),
+        ("kernels", "--target"),
+        ("plan", "--gpu-memory"),
+        ("doctor", "--json"),
+    ],
+)
 def test_help_of_a_command_gives_examples(command: str, option: str) -> None:
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -68,6 +79,99 @@ def test_kernels_refuses_a_target_it_does_not_know() -> None:
     result = runner.invoke(app, ["kernels", "--target", "sm_70"])
     assert result.exit_code == 2
     assert "sm_70" in result.output and "sm_90" in result.output
+
+
+def test_plan_tells_how_many_requests_fit(tiny_llama_folder: Path) -> None:
+    options = ["plan", str(tiny_llama_folder), "--gpu-memory", "1GiB", "--overhead", "0", "--weights", "0"]
+    shown = runner.invoke(app, [*options, "--length", "100", "--max-length", "1024"])
+    assert shown.exit_code == 0, shown.output
+    per_token = 2 * 2 * 2 * 16 * 4
+    contiguous, paged = 2**30 // (1024 * per_token), 2**30 // (112 * per_token)
+    for expected in ("512 B", "1.00 GiB", "1,024 tokens reserved", f"{contiguous:,}", f"{paged:,}", "num_blocks="):
+        assert expected in shown.stdout, expected
+    assert "\x1b" not in shown.stdout
+    result = json.loads(runner.invoke(app, [*options, "--max-length", "1024", "--json"]).stdout)
+    assert result["budget"] == {"kv_bytes": 2**30, "total_bytes": 2**30, "weight_bytes": 0, "overhead_bytes": 0}
+    assert result["contiguous"]["requests"] == contiguous and result["model"]["parameters"] > 0
+
+
+def test_plan_shows_sizes_in_the_kind_that_was_typed() -> None:
+    options = ["plan", "--kv-bytes-per-token", "250KB", "--kv-memory", "40GB", "--requests", "50"]
+    shown = runner.invoke(app, options)
+    assert shown.exit_code == 0, shown.output
+    assert "6.25 GB of tokens" in shown.stdout and "6.40 GB in blocks" in shown.stdout and "iB" not in shown.stdout
+
+
+def test_plan_takes_weights_and_a_share_off_the_memory(tiny_llama_folder: Path) -> None:
+    options = ["plan", str(tiny_llama_folder), "--gpu-memory", "100MB", "--overhead", "25%", "--json"]
+    result = json.loads(runner.invoke(app, options).stdout)
+    budget = result["budget"]
+    assert budget["overhead_bytes"] == 25_000_000
+    assert budget["weight_bytes"] == pytest.approx(4 * result["model"]["parameters"], rel=0.01)
+    assert budget["kv_bytes"] == 75_000_000 - budget["weight_bytes"]
+
+
+def test_plan_without_memory_says_what_a_request_takes(tiny_llama_folder: Path) -> None:
+    shown = runner.invoke(app, ["plan", str(tiny_llama_folder)])
+    assert shown.exit_code == 0, shown.output
+    assert "4,096 tokens reserved" in shown.stdout  # the model's limit
+    assert "--gpu-memory" in shown.stdout
+
+
+def test_plan_reads_real_requests(tiny_llama_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"q": "w5 w6 w7", "a": "w8"}\n{"q": "w5", "a": "w8 w9"}\n')
+    options = ["plan", str(tiny_llama_folder), "--kv-memory", "1MB", "--lengths", str(path), "--prompt-column", "q"]
+    options += ["--output-column", "a", "--tokenizer", str(tiny_llama_folder)]
+    shown = runner.invoke(app, options)
+    assert shown.exit_code == 0, shown.output
+    assert "2 real requests" in shown.stdout and "worst case" in shown.stdout
+    found = json.loads(runner.invoke(app, [*options, "--json"]).stdout)["lengths"]
+    assert (found["count"], found["prompt"]["max"], found["output"]["max"], found["total"]["max"]) == (2, 3, 2, 4)
+
+
+def test_kernels_without_the_disassembler_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", "/no/such/cuobjdump")
+    from triton import knobs
+
+    monkeypatch.setattr(type(knobs.nvidia).__dict__["cuobjdump"], "default_path", "/no/such/cuobjdump")
+    result = runner.invoke(app, ["kernels", "--target", "sm_90", "--kernel", "copy"])
+    assert result.exit_code == 2, result.output
+    assert "cuobjdump is missing" in result.stderr and "gfx942" in result.stderr
+
+
+def test_kernels_without_triton_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    result = runner.invoke(app, ["kernels"])
+    assert result.exit_code == 2
+    assert "pip install triton" in result.stderr
+
+
+def diagnosis(*statuses: str) -> Diagnosis:
+    found = tuple(Finding(f"part {i}", Status(word), f"looks {word}", "mend it") for i, word in enumerate(statuses))
+    return Diagnosis({"parts": found})
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_code", "verdict"),
+    [
+        (("ok", "note"), 0, "All is well: 1 ok, 1 note."),
+        (("ok", "warning"), 0, "It works, with something to mend: 1 ok, 1 warning."),
+        (("failed", "warning", "ok"), 1, "Something is wrong: 1 ok, 1 warning, 1 failed."),
+    ],
+)
+def test_doctor_sums_up(monkeypatch: pytest.MonkeyPatch, statuses: tuple, exit_code: int, verdict: str) -> None:
+    monkeypatch.setattr("hf_paged.doctor.run_doctor", lambda progress: diagnosis(*statuses))
+    shown = runner.invoke(app, ["doctor"])
+    assert shown.exit_code == exit_code
+    assert shown.stdout.strip().splitlines()[-1] == verdict
+    assert "→ mend it" in shown.stdout and "\x1b" not in shown.stdout and shown.stderr == ""
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert result.exit_code == exit_code
+    found = json.loads(result.stdout)
+    assert found["passed"] is (exit_code == 0)
+    assert [part["status"] for part in found["sections"]["parts"]] == list(statuses)
 
 
 def test_version() -> None:
@@ -209,6 +313,16 @@ def test_bench_writes_json(tiny_llama_folder: Path, tmp_path: Path) -> None:
         (["bench", "--points", "8y"], "8x1024"),
         (["bench", "--points", "0x8"], "8x1024"),
         (["bench", "--output", "/no/such/folder/x.json"], "does not exist"),
+        (["plan"], "give a MODEL or --kv-bytes-per-token"),
+        (["plan", "some/model", "--kv-bytes-per-token", "1KB"], "one of them"),
+        (["plan", "/no/such/config.json"], "no such file"),
+        (["plan", "--kv-bytes-per-token", "1K", "--kv-memory", "1GB"], "is no size"),
+        (["plan", "--kv-bytes-per-token", "0"], "must be positive"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--gpu-memory", "1GB"], "use --kv-memory"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--gpu-memory", "1GB", "--weights", "1GB"], "leave"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--gpu-memory", "1GB", "--kv-memory", "1GB"], "not both"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--length", "9", "--max-length", "8"], "does not fit"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--lengths", "/no/such.csv"], "no such file"),
         (["nonsense"], "No such command"),
     ],
 )

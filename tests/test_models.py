@@ -140,7 +140,7 @@ def test_loading_changes_no_settings_of_transformers(tiny_llama_folder: Path) ->
     before = settings()
     load_model(tiny_llama_folder)
     assert settings() == before
-    with pytest.raises(ZeroDivisionError), models._quiet():
+    with pytest.raises(ZeroDivisionError), models.quiet():
         raise ZeroDivisionError
     assert settings() == before
 
