@@ -368,6 +368,32 @@ def test_cancelling_frees_the_blocks_at_once():
         assert_all_free(batcher)
 
 
+def test_cancelling_a_request_cancels_all_its_samples():
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64, block_size=4) as batcher:
+        first = batcher.submit([1, 2, 3], do_sample=True, num_return_sequences=3, max_new_tokens=50)
+        never = batcher.submit([1, 2, 3], do_sample=True, num_return_sequences=3, max_new_tokens=50)
+        never.samples[1].cancel()
+        for _ in range(3):
+            batcher.step()
+        first.cancel()
+        assert batcher.is_idle
+        assert [len(handle.result().tokens) for handle in (*first.samples, *never.samples)] == [3, 3, 3, 0, 0, 0]
+        assert_all_free(batcher)
+
+
+def test_adapters():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        build_model("llama"), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    model.eval()
+    with ContinuousBatcher(model, num_blocks=64) as batcher:
+        handles = [batcher.submit(p, max_new_tokens=8) for p in prompts(5, 9)]
+        batcher.run()
+        for handle in handles:
+            assert handle.tokens == alone(model, handle.prompt_ids, max_new_tokens=8)
+
+
 @pytest.mark.parametrize("where", ("processor", "criterion", "streamer"))
 def test_an_exception_ends_its_request_alone(where):
     model = tiny_model("llama")
@@ -560,6 +586,24 @@ def test_a_full_queue():
         with pytest.raises(QueueFullError):
             batcher.submit([1, 2, 3], max_new_tokens=3, timeout=0.0)
         assert batcher.submit([1, 2, 3], max_new_tokens=3).result().tokens  # waits by running the others
+
+
+def test_a_queue_never_holds_more_than_it_may():
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64, max_rows=1, max_waiting=2) as batcher:
+        seen = []
+
+        def work() -> None:
+            for _ in range(4):
+                batcher.submit([1, 2, 3], max_new_tokens=2)
+                seen.append(batcher.stats().waiting)
+
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        batcher.run()
+        assert len(seen) == 24 and max(seen) <= 2 and batcher.stats().finished == 24
 
 
 def test_a_result_that_takes_too_long():

@@ -164,6 +164,17 @@ def test_blocks_take_at_most_four_percent_above_the_tokens(tiny_llama: LlamaForC
     assert measure_memory(tiny_llama).paged_overhead <= 0.04
 
 
+def test_another_token_shows_in_the_share_that_agrees(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged.bench import batching
+
+    padded = batching._generate_padded
+    monkeypatch.setattr(batching, "_generate_padded", lambda *args: [[0] + row[1:] for row in padded(*args)])
+    result = batching.measure_batching(tiny_llama, batching.Workload("two", (5, 9), (3, 4)), rounds=1)
+    assert result.agrees == 0.0
+
+
 def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     options = SuiteOptions(points=[DecodePoint(2, 32)], rounds=2, quick=True)
     result = run_suite(tiny_llama, options)
@@ -172,6 +183,8 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     assert saved["decode"][0]["length"] == 32 and saved["memory"]["tokens"] > 0
     assert saved["attention_us"][0]["paged"] > 0
     assert saved["compiled"][0]["new_graphs"] == 1
+    assert saved["batching"][0]["agrees"] == 1.0 and len(saved["batching"][0]["tokens_per_second"]) == 3
+    assert saved["capacity"]["paged_requests"] > saved["capacity"]["reserved_requests"]
     assert saved["host"]["begin_us"] > 0
     console = Console(width=140, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_suite(result, console)

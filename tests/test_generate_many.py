@@ -114,8 +114,11 @@ def test_what_cannot_be_served_is_said_before_anything_is_generated():
     before = model.config._attn_implementation
     with pytest.raises(NotImplementedError, match="num_beams=3"):
         generate_many(model, [[1, 2], Request([1, 2], num_beams=3)], **POOL)
-    with pytest.raises(TypeError, match="one text"):
-        generate_many(model, "a prompt", **POOL)
+    for padded in ("a prompt", {"input_ids": [[1, 2]]}, torch.ones(2, 3, dtype=torch.long)):
+        with pytest.raises(TypeError, match="a list of prompts"):
+            generate_many(model, padded, **POOL)
+    with pytest.raises(TypeError, match="input_ids"):
+        generate_many(model, [{"input_ids": [1, 2]}], **POOL)
     with pytest.raises(ValueError, match="give them to BlockPool"):
         generate_many(model, [[1, 2]], pool=BlockPool(num_blocks=4), num_blocks=3)
     assert model.config._attn_implementation == before
@@ -164,4 +167,8 @@ def test_texts_with_the_real_model(smollm2):
         expected = model.generate(**ids, **options, **stop)[0, ids["input_ids"].shape[1] :]
         assert result.tokens == expected.tolist()
         assert result.text == tokenizer.decode(expected, skip_special_tokens=True)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    [answer] = generate_many(model, [chat], tokenizer=tokenizer, num_blocks=24, **options)
+    assert answer.prompt_ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert "Paris" in answer.text
     assert results[4].finish_reason == "stopped" and results[4].text.endswith("7")

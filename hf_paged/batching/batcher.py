@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,7 +74,8 @@ class ContinuousBatcher:
     """Generates for many requests at once, each admitted as soon as there are blocks for it.
 
     Requests may be made and cancelled from any thread, at any time. There is no thread of its own: whoever calls
-    `run()`, or waits for a request, runs the steps, one thread at a time.
+    `run()`, or waits for a request, runs the steps, one thread at a time. The model's weights and adapters must stay as
+    they are while requests run.
 
     ```python
     with ContinuousBatcher(model, tokenizer=tokenizer) as batcher:
@@ -180,7 +182,8 @@ class ContinuousBatcher:
         """Make a request; from any thread.
 
         Args:
-            prompt: token ids (a list, or a tensor of one row), or a text where there is a tokenizer.
+            prompt: token ids (a list, or a tensor of one row); where there is a tokenizer also a text, or a chat (a
+                list of messages), which is put through the tokenizer's template.
             priority: a request goes before those that came later, and before those of a lower priority that came up to
                 64 steps earlier for each level; so none waits for ever.
             seed: of this request's random numbers; a sample adds its number. With it the tokens are those of
@@ -211,9 +214,7 @@ class ContinuousBatcher:
             raise ValueError("a streamer takes one sequence; leave out num_return_sequences")
         if rules.do_sample and seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
-        if self._max_waiting is not None:
-            self._wait_for_room(block, timeout)
-        with self._lock:
+        with self._room(block, timeout):
             self._check_open()
             index, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = []
@@ -226,7 +227,8 @@ class ContinuousBatcher:
                 sequences.append(sequence)
             first = sequences[0]
             first.siblings = sequences[1:]
-            first.handle.samples = [sequence.handle for sequence in sequences]
+            for sequence in sequences:
+                sequence.handle.samples = [s.handle for s in sequences]
             self._inbox.append(first)
             first.handle._start()
             self._lock.notify_all()
@@ -244,14 +246,14 @@ class ContinuousBatcher:
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request; see `RequestHandle.cancel`."""
-        self._end_early(handle, "cancelled", None)
+        self._end_early(handle.samples, "cancelled", None)
 
     def fail(self, handle: RequestHandle, error: BaseException) -> None:
         """End a request with an error."""
-        self._end_early(handle, "error", error)
+        self._end_early([handle], "error", error)
 
-    def _end_early(self, handle: RequestHandle, reason: FinishReason, error: BaseException | None) -> None:
-        self._early.append((handle, reason, error))
+    def _end_early(self, handles: list[RequestHandle], reason: FinishReason, error: BaseException | None) -> None:
+        self._early.extend((handle, reason, error) for handle in handles)
         if self._driver.acquire(blocking=False):  # else whoever runs the steps does it before the next
             try:
                 if not self._stepping:  # which this very thread may do, from within a processor
@@ -260,10 +262,16 @@ class ContinuousBatcher:
                 self._driver.release()
 
     def _encode(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
+        if isinstance(prompt, Mapping):
+            raise TypeError("a prompt is token ids, a text or a chat, not what a tokenizer returns: pass its input_ids")
+        is_chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if isinstance(prompt, str) or is_chat:
             if self.tokenizer is None:
                 raise ValueError("a prompt is a text, but there is no tokenizer: pass tokenizer=, or token ids")
-            prompt = self.tokenizer(prompt)["input_ids"]
+            if is_chat:
+                prompt = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+            else:
+                prompt = self.tokenizer(prompt)["input_ids"]
         if isinstance(prompt, torch.Tensor):
             prompt = prompt.squeeze(0) if prompt.ndim == 2 and len(prompt) == 1 else prompt
             if prompt.ndim != 1 or prompt.dtype.is_floating_point:
@@ -285,20 +293,32 @@ class ContinuousBatcher:
                 "for fewer with max_new_tokens=, or use model.generate()"
             )
 
-    def _wait_for_room(self, block: bool, timeout: float | None) -> None:
-        def has_room() -> bool:
-            return len(self._inbox) + len(self._scheduler.waiting) < self._max_waiting
+    @contextmanager
+    def _room(self, block: bool, timeout: float | None) -> Iterator[None]:
+        """Within, the queue has room for one more request, and no other thread makes one."""
 
-        try:
-            if not has_room():
+        def has_room() -> bool:
+            return self._max_waiting is None or self._num_waiting < self._max_waiting
+
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if self._closed or has_room():
+                    yield
+                    return
+            try:
                 if not block:
                     raise TimeoutError
-                self.wait(has_room, timeout)
-        except TimeoutError:
-            raise QueueFullError(
-                f"{self._max_waiting} requests are waiting, as many as max_waiting allows; run the batch, or wait with "
-                "block=True"
-            ) from None
+                self.wait(lambda: self._closed or has_room(), deadline and max(deadline - time.monotonic(), 0))
+            except TimeoutError:
+                raise QueueFullError(
+                    f"{self._max_waiting} requests are waiting, as many as max_waiting allows; run the batch, or wait "
+                    "with block=True"
+                ) from None
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._inbox) + len(self._scheduler.waiting)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -449,7 +469,8 @@ class ContinuousBatcher:
         self.announce()
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> None:
-        self._scheduler.remove(sequence)
+        # What an error or an interrupt has left is not handed on.
+        self._scheduler.remove(sequence, keep=reason in ("eos", "length", "stopped"))
         sequence.forget_ids()
         self._live.discard(sequence)
         self._ended[reason if reason in self._ended else "finished"] += 1
@@ -461,7 +482,7 @@ class ContinuousBatcher:
         """Requests, tokens and blocks as they are now."""
         allocators = self.pool.allocators
         return BatcherStats(
-            waiting=len(self._inbox) + len(self._scheduler.waiting),
+            waiting=self._num_waiting,
             running=len(self._scheduler.running),
             peak_running=self._scheduler.peak_running,
             finished=self._ended["finished"],

@@ -27,7 +27,7 @@ class RequestHandle:
         index: of the request, in the order in which they were made.
         sample: of the request's `num_return_sequences`.
         prompt_ids: token ids.
-        samples: the handles of all samples of the request, this one the first.
+        samples: the handles of all samples of the request.
     """
 
     def __init__(self, batcher: ContinuousBatcher, sequence: Sequence, index: int, sample: int, streamer: Any) -> None:
@@ -63,7 +63,8 @@ class RequestHandle:
         return self._reason is not None and self._streamed
 
     def cancel(self) -> None:
-        """End it. Its blocks are free at once, or after the step that is running. Harmless when it has ended."""
+        """End the request, all samples of it. Its blocks are free at once, or after the step that is running. Harmless
+        when it has ended."""
         self._batcher.cancel(self)
 
     def result(self, timeout: float | None = None) -> GenerationResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ def generate_many(
 
     Args:
         model: a transformers model, enabled for paged attention or not.
-        prompts: token ids (lists, or tensors of one row), texts where there is a `tokenizer`, or `Request`s with
-            arguments of their own.
+        prompts: token ids (lists, or tensors of one row), where there is a `tokenizer` texts and chats, or `Request`s
+            with arguments of their own.
         generation_config: for all prompts.
         seed: of the random numbers; prompt `i` has `seed + i`.
         raise_errors: whether to raise when requests have failed, once the others are done.
@@ -133,8 +133,11 @@ def _submit_all(
     seed: int | None,
     options: dict[str, Any],
 ) -> tuple[ContinuousBatcher, list[RequestHandle]]:
-    if isinstance(prompts, str):
-        raise TypeError("prompts is one text; pass a list of prompts")
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, torch.Tensor) and prompts.ndim > 1):
+        raise TypeError(
+            f"prompts is a list of prompts, not a {type(prompts).__name__}: pass texts, or unpadded lists of token ids "
+            "(a tokenizer's input_ids, made without padding and return_tensors)"
+        )
     batcher = ContinuousBatcher(model, **{name: options.pop(name) for name in _OF_BATCHER if name in options})
     if generation_config is not None:
         options["generation_config"] = generation_config

@@ -216,14 +216,19 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, and give its blocks back. Its siblings go on without it. Harmless when it is out."""
+    def remove(self, sequence: Sequence, keep: bool = False) -> None:
+        """Take a sequence out, and give its blocks back. Its siblings go on without it. Harmless when it is out.
+
+        Args:
+            keep: whether its full blocks may serve others that begin as it does.
+        """
         sequence.ended = True
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
                 break
-        self.keep(sequence)
+        if keep:
+            self.keep(sequence)
         self._release(sequence)
         siblings, sequence.siblings = sequence.siblings, []
         for sibling in siblings:

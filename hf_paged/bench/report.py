@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_paged.bench import compiled
+from hf_paged.bench.batching import BATCH, PADDED, BatchingResult, CapacityResult
 from hf_paged.bench.beams import BeamResult
 from hf_paged.bench.compiled import CompiledResult
 from hf_paged.bench.decode import DYNAMIC, PAGED, DecodeResult
@@ -40,6 +41,10 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         _print_memory(result.memory, console)
     if result.beams:
         _print_beams(result.beams, console)
+    for batching in result.batching:
+        _print_batching(batching, console)
+    if result.capacity:
+        _print_capacity(result.capacity, console)
     if result.host:
         _print_host(result.host, console)
     if result.launch:
@@ -130,6 +135,32 @@ def _print_disagreements(results: Sequence[DecodeResult | CompiledResult], conso
                 f"[red]✗ at {result.point} the logits of the sides differ by {result.logit_difference:.2g} of the "
                 f"largest (allowed: {result.tolerance:.2g})[/]"
             )
+
+
+def _print_batching(result: BatchingResult, console: Console) -> None:
+    table = _table(result.workload.name)
+    for column in ("", "seconds", "new tokens a second", f"times as fast as {BATCH}", f"as {PADDED}"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, timing in result.comparison.timings.items():
+        ratios = [
+            "" if name == other else f"{result.comparison.ratio(name, other).median:.2f}" for other in (BATCH, PADDED)
+        ]
+        table.add_row(name, f"{timing.median:.1f}", f"{result.tokens_per_second(name):.1f}", *ratios)
+    console.print(table)
+    console.print(f"{result.agrees:.0%} of the requests have the tokens of {PADDED}.", highlight=False)
+
+
+def _print_capacity(result: CapacityResult, console: Console) -> None:
+    table = _table(f"{result.num_requests} requests in the memory of {result.budget_tokens:,} tokens")
+    for column in ("", "requests at once", "new tokens a second"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row(
+        f"{result.max_length:,} tokens reserved for each",
+        str(result.reserved_requests),
+        f"{result.reserved_tokens_per_second:.1f}",
+    )
+    table.add_row("blocks", str(result.paged_requests), f"{result.paged_tokens_per_second:.1f}")
+    console.print(table)
 
 
 def _print_host(result: HostResult, console: Console) -> None:

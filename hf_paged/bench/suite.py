@@ -8,6 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.bench.attention import measure_attention_layer
+from hf_paged.bench.batching import (
+    QUICK,
+    RAGGED_ANSWERS,
+    RAGGED_PROMPTS,
+    BatchingResult,
+    CapacityResult,
+    can_batch,
+    measure_batching,
+    measure_capacity,
+)
 from hf_paged.bench.beams import BeamResult, measure_beams
 from hf_paged.bench.compiled import CompiledResult, measure_compiled
 from hf_paged.bench.decode import POINTS, QUICK_POINTS, DecodePoint, DecodeResult, measure_decode
@@ -20,7 +30,7 @@ from hf_paged.models import display_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PARTS = ("attention", "decode", "compiled", "memory", "beams", "host", "launch")
+PARTS = ("attention", "decode", "compiled", "memory", "beams", "batching", "capacity", "host", "launch")
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class SuiteResult:
     """Why nothing could be compiled here."""
     memory: MemoryResult | None = None
     beams: BeamResult | None = None
+    batching: tuple[BatchingResult, ...] = ()
+    capacity: CapacityResult | None = None
     host: HostResult | None = None
     launch: Mapping[str, float | str] | None = None
     """As `measure_launches`, or an error."""
@@ -95,6 +107,8 @@ class SuiteResult:
             "compiled_error": self.compiled_error,
             "memory": self.memory.as_dict() if self.memory else None,
             "beams": self.beams.as_dict() if self.beams else None,
+            "batching": [result.as_dict() for result in self.batching],
+            "capacity": self.capacity.as_dict() if self.capacity else None,
             "host": self.host.as_dict() if self.host else None,
             "launch": dict(self.launch) if self.launch else None,
         }
@@ -130,6 +144,15 @@ def run_suite(
     if "beams" in options.parts:
         sizes = {"prompts": 2, "beams": 3, "length": 256, "new_tokens": 8, "rounds": 2} if options.quick else {}
         beams = measure_beams(model, block_size=block_size, progress=progress, **sizes)
+    batching: tuple[BatchingResult, ...] = ()
+    if "batching" in options.parts and can_batch(model):
+        few = {"rounds": 1 if options.quick else options.rounds or 3, "block_size": block_size, "progress": progress}
+        workloads = (QUICK,) if options.quick else (RAGGED_PROMPTS, RAGGED_ANSWERS)
+        batching = tuple(measure_batching(model, workload, **few) for workload in workloads)
+    capacity = None
+    if "capacity" in options.parts and can_batch(model):
+        sizes = {"reserved_requests": 2, "max_length": 256, "num_requests": 12} if options.quick else {}
+        capacity = measure_capacity(model, block_size=block_size, progress=progress, **sizes)
     host = None
     if "host" in options.parts and model.device.type == "cpu":
         host = measure_host(model, progress)
@@ -152,6 +175,8 @@ def run_suite(
         compiled_error=compiled_error,
         memory=memory,
         beams=beams,
+        batching=batching,
+        capacity=capacity,
         host=host,
         launch=launch,
     )
