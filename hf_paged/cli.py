@@ -153,10 +153,10 @@ def bench(
 
     Nine parts: **attention**, one attention layer in decode; **decode**, whole decode steps of the model;
     **compiled**, decode steps as generate() runs them, compiled (it takes minutes); **memory**, the bytes that a batch
-    of unequal prompts takes; **beams**, a whole beam search; **batching**, many prompts with generate_many, generate_batch
-    and padded generate() calls (it takes minutes); **capacity**, requests at once in the same memory, reserved and in
-    blocks; **host**, what a step's books and Python cost; **launch**, what calling the GPU kernels costs the host, which
-    needs no GPU.
+    of unequal prompts takes; **beams**, a whole beam search; **batching**, many prompts with generate_many, with
+    generate_batch and with padded generate() calls (it takes minutes); **capacity**, requests at once in the same
+    memory, reserved and in blocks; **host**, what a step's books and Python cost; **launch**, what calling the GPU
+    kernels costs the host, which needs no GPU.
 
     The sides run in turn in one process, and their ratio is taken round by round. Leave the machine alone meanwhile:
     other work shows in the spread.
