@@ -169,8 +169,8 @@ def test_another_token_shows_in_the_share_that_agrees(
 ) -> None:
     from hf_paged.bench import batching
 
-    padded = batching._generate_padded
-    monkeypatch.setattr(batching, "_generate_padded", lambda *args: [[0, *row[1:]] for row in padded(*args)])
+    padded = batching.generate_padded
+    monkeypatch.setattr(batching, "generate_padded", lambda *args: [[0, *row[1:]] for row in padded(*args)])
     result = batching.measure_batching(tiny_llama, batching.Workload("two", (5, 9), (3, 4)), rounds=1)
     assert result.agrees == 0.0
 

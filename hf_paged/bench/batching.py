@@ -43,16 +43,16 @@ class Workload:
         return [torch.randint(10, vocabulary, (length,), generator=generator).tolist() for length in self.prompts]
 
 
-def _spread(low: int, high: int, count: int) -> tuple[int, ...]:
+def spread(low: int, high: int, count: int) -> tuple[int, ...]:
     """`count` lengths from `low` to `high`, evenly, in an order without order."""
     lengths = [round(low + (high - low) * i / max(count - 1, 1)) for i in range(count)]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
     return tuple(lengths[i] for i in order)
 
 
-RAGGED_PROMPTS = Workload("16 prompts of 16 to 384 tokens, 48 new ones each", _spread(16, 384, 16), (48,) * 16)
-RAGGED_ANSWERS = Workload("64 prompts of 16 to 96 tokens, 8 to 256 new ones", _spread(16, 96, 64), _spread(8, 256, 64))
-QUICK = Workload("8 prompts of 16 to 128 tokens, 4 to 24 new ones", _spread(16, 128, 8), _spread(4, 24, 8))
+RAGGED_PROMPTS = Workload("16 prompts of 16 to 384 tokens, 48 new ones each", spread(16, 384, 16), (48,) * 16)
+RAGGED_ANSWERS = Workload("64 prompts of 16 to 96 tokens, 8 to 256 new ones", spread(16, 96, 64), spread(8, 256, 64))
+QUICK = Workload("8 prompts of 16 to 128 tokens, 4 to 24 new ones", spread(16, 128, 8), spread(4, 24, 8))
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure_batching(
 ) -> BatchingResult:
     """Do a workload with each of the three, alternating. No sequence ends before its number of tokens."""
     ids = workload.ids(model.config.get_text_config().vocab_size)
-    plain, ours = _without_eos(model), _without_eos(model)
+    plain, ours = without_eos(model), without_eos(model)
     plain.set_attn_implementation("sdpa")
     enable_paged_attention(ours)
     tokens: dict[str, list[list[int]]] = {}
@@ -102,11 +102,11 @@ def measure_batching(
         tokens[PADDED] = []
         for first in range(0, len(ids), ROWS):
             rows, wanted = ids[first : first + ROWS], workload.new_tokens[first : first + ROWS]
-            output = _generate_padded(plain, rows, max(wanted))
+            output = generate_padded(plain, rows, max(wanted))
             tokens[PADDED] += [row[:count] for row, count in zip(output, wanted, strict=True)]
 
     def batch() -> None:
-        tokens[BATCH] = _generate_batch(plain, ids, workload.new_tokens)
+        tokens[BATCH] = generate_batch(plain, ids, workload.new_tokens)
 
     blocks = sum(
         -(-(length + count) // block_size) for length, count in zip(workload.prompts, workload.new_tokens, strict=True)
@@ -172,9 +172,9 @@ def measure_capacity(
     from transformers import StaticCache
 
     say, sync = progress or (lambda text: None), synchronizer(model.device) or (lambda: None)
-    workload = Workload("capacity", _spread(24, 96, num_requests), _spread(16, 64, num_requests)[::-1])
+    workload = Workload("capacity", spread(24, 96, num_requests), spread(16, 64, num_requests)[::-1])
     ids = workload.ids(model.config.get_text_config().vocab_size)
-    plain, ours = _without_eos(model), _without_eos(model)
+    plain, ours = without_eos(model), without_eos(model)
     plain.set_attn_implementation("sdpa")
     enable_paged_attention(ours)
     new_tokens, budget = sum(workload.new_tokens), reserved_requests * max_length
@@ -184,7 +184,7 @@ def measure_capacity(
     for first in range(0, num_requests, reserved_requests):
         rows = ids[first : first + reserved_requests]
         cache = StaticCache(config=plain.config, max_cache_len=max_length)
-        _generate_padded(plain, rows, max(workload.new_tokens[first : first + reserved_requests]), cache)
+        generate_padded(plain, rows, max(workload.new_tokens[first : first + reserved_requests]), cache)
     sync()
     reserved_seconds = time.perf_counter() - began
 
@@ -214,7 +214,7 @@ def can_batch(model: PreTrainedModel) -> bool:
     )
 
 
-def _without_eos(model: PreTrainedModel) -> PreTrainedModel:
+def without_eos(model: PreTrainedModel) -> PreTrainedModel:
     """A twin on the same weights, whose sequences end when they are long enough and not before."""
     twin = share_weights(model)
     twin.config = copy.deepcopy(twin.config) if twin.config is model.config else twin.config
@@ -224,9 +224,10 @@ def _without_eos(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _generate_padded(
+def generate_padded(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], new_tokens: int, cache: Any = None
 ) -> list[list[int]]:
+    """One generate() call for rows padded on the left; their new tokens."""
     longest = max(map(len, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -245,7 +246,7 @@ def _generate_padded(
     return output[:, longest:].tolist()
 
 
-def _generate_batch(model: PreTrainedModel, ids: Sequence[list[int]], new_tokens: Sequence[int]) -> list[list[int]]:
+def generate_batch(model: PreTrainedModel, ids: Sequence[list[int]], new_tokens: Sequence[int]) -> list[list[int]]:
     """generate_batch, which has one number of new tokens for all; so each request is added by itself."""
     from transformers import GenerationConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-SECTIONS = ("machine", "compile", "correctness", "decode", "sweep", "blocks", "prefill", "generate")
+SECTIONS = ("machine", "compile", "correctness", "decode", "sweep", "blocks", "prefill", "generate", "batching")
 HOW_TO_READ = {
     "correctness": (
         "Errors are against attention in float64 over the same keys and values. A case passes if its output has no "
@@ -29,6 +29,10 @@ HOW_TO_READ = {
         "`step_ms` is the median time between two tokens of a row, `tokens_per_s` tokens of all rows over the time "
         "from the first token to the last, `total_s` the whole call. `peak_mb` leaves out the weights. `equal_tokens` "
         "is the share of new tokens that DynamicCache gave, too: ties in bfloat16 may go either way."
+    ),
+    "batching": (
+        "Ragged prompts with answers of unequal lengths: `tokens_per_s` is new tokens that were asked for over the "
+        "whole time. Padded generate() runs 32 rows at a time, each batch to its longest answer."
     ),
 }
 

@@ -51,6 +51,7 @@ class Sizes:
         model: arguments of the config of a Llama.
         runs: timed calls of generate(), of each cache.
         compile_cap: seconds for each of PagedCache and StaticCache compiled, compilation included.
+        many: requests, their longest prompt and their longest answer.
         host_calls: for the cost of a call on the host.
     """
 
@@ -80,6 +81,7 @@ class Sizes:
     new_tokens: int
     runs: int
     compile_cap: float
+    many: tuple[int, int, int]
     host_calls: int
 
 
@@ -120,6 +122,7 @@ GPU_SIZES = Sizes(
     new_tokens=64,
     runs=3,
     compile_cap=90.0,
+    many=(128, 1024, 256),
     host_calls=1000,
 )
 
@@ -163,5 +166,6 @@ TOY_SIZES = Sizes(
     new_tokens=4,
     runs=1,
     compile_cap=20.0,
+    many=(3, 16, 4),
     host_calls=3,
 )

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from hf_paged.bench.gpu.batching import measure_batching
 from hf_paged.bench.gpu.blocks import measure_blocks
 from hf_paged.bench.gpu.compile import measure_compile
 from hf_paged.bench.gpu.correctness import measure_correctness
@@ -23,7 +24,7 @@ from hf_paged.bench.gpu.recorder import Recorder, describe_error
 from hf_paged.bench.gpu.results import SECTIONS
 from hf_paged.bench.gpu.sizes import GPU_SIZES, TOY_SIZES
 
-CHOICES = ("correctness", "decode", "prefill", "blocks", "generate")
+CHOICES = ("correctness", "decode", "prefill", "blocks", "generate", "batching")
 WITH = {"decode": ("decode", "sweep")}  # what a choice stands for, besides what always runs
 ALWAYS = ("machine", "compile")
 
@@ -53,6 +54,7 @@ def work(options: argparse.Namespace) -> int:
         "blocks": measure_blocks,
         "prefill": measure_prefill,
         "generate": measure_generate,
+        "batching": measure_batching,
     }
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # of numpy, in the interpreter
     try:
