@@ -29,6 +29,7 @@ from hf_paged.patches.enable import (  # noqa: E402
     enable_paged_attention,
     paged_attention,
 )
+from hf_paged.patches.linears import PackReport, pack_linears, packed_linears, unpack_linears  # noqa: E402
 from hf_paged.pool import BlockPool  # noqa: E402
 from hf_paged.stats import CacheStats  # noqa: E402
 
@@ -44,6 +45,7 @@ __all__ = [
     "GenerationResult",
     "NewToken",
     "OutOfBlocksError",
+    "PackReport",
     "PagedCache",
     "QueueFullError",
     "Request",
@@ -52,6 +54,9 @@ __all__ = [
     "enable_paged_attention",
     "generate_many",
     "iterate_many",
+    "pack_linears",
+    "packed_linears",
     "paged_attention",
+    "unpack_linears",
     "use_backend",
 ]

@@ -125,7 +125,7 @@ class BlockPool:
         if prefix_cache:
             self.parking.prefixes = PrefixIndex(self.allocators, block_size)
         self._num_blocks = num_blocks
-        self._budget = _parse_memory(max_memory)
+        self._budget = parse_memory(max_memory)
         if num_blocks is not None:
             BlockAllocator(num_blocks, block_size)  # says what is wrong with it now, not at first use
 
@@ -312,7 +312,12 @@ def free_memory(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def _parse_memory(value: int | float | str | None) -> int | float | None:
+def parse_memory(value: int | float | str | None) -> int | float | None:
+    """`max_memory` as it is given, made bytes, or a fraction (a float), or None for none.
+
+    Raises:
+        ValueError: it is neither, and the message says what would be.
+    """
     if value is None:
         return None
     if isinstance(value, bool):

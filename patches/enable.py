@@ -38,6 +38,7 @@ from hf_paged.patches.families import (
     unpatch_family,
 )
 from hf_paged.patches.generation import patch_generation, unpatch_generation
+from hf_paged.patches.linears import has_packed_linears, unpack_linears
 from hf_paged.step_cache import StepCache
 
 
@@ -119,18 +120,22 @@ def enable_paged_attention(
 
 
 def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
-    """Undo `enable_paged_attention`: every setting is what it was before. Harmless on a model that is not enabled.
+    """Undo `enable_paged_attention`, and `pack_linears`: every setting is what it was before. Harmless on a model that
+    is not enabled.
 
     Returns:
         The same model.
     """
-    core = find_model(model)
+    _disable(find_model(model))
+    return unpack_linears(model)
+
+
+def _disable(core: PreTrainedModel) -> None:
     state = vars(core).pop(_STATE, None)
     for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE, GRAPHS):
         vars(core).pop(name, None)
     if state is not None:
         _restore(core, state)
-    return model
 
 
 @contextmanager
@@ -138,15 +143,19 @@ def paged_attention(
     model: torch.nn.Module, *, share_prompts: bool | None = None, compile: bool | None = None
 ) -> Iterator[torch.nn.Module]:
     """`with paged_attention(model):` enables within, and disables at the end, also after an exception. A model that was
-    enabled before stays so. Arguments as for `enable_paged_attention`."""
+    enabled before stays so, and one whose linear layers were packed stays packed. Arguments as for
+    `enable_paged_attention`."""
     core = find_model(model)
+    had_packed_linears = has_packed_linears(model)
     before = {name: vars(core).get(name) for name in (SHARES_PROMPTS, COMPILES)} if _STATE in vars(core) else None
     enable_paged_attention(model, share_prompts=share_prompts, compile=compile)
     try:
         yield model
     finally:
         if before is None:
-            disable_paged_attention(model)
+            _disable(core)
+            if not had_packed_linears:
+                unpack_linears(model)
         else:
             vars(core).update(before)
 
