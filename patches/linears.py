@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import copyreg
 import itertools
-import math
 import time
 import weakref
 from collections import Counter
@@ -31,8 +30,8 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_paged.pool import free_memory, parse_memory
 
-ROW_COUNTS = (1, 16, 64, 256)
-"""Rows of input at which both ways are timed."""
+ROW_COUNTS = (1, 2, 16, 64, 256)
+"""Rows of input at which both ways are timed. One row is a case by itself: a matrix times a vector."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_FRACTION = 0.5
 """Of the memory that is free, for the copies."""
@@ -43,8 +42,9 @@ _SAMPLES = 8
 """Values of a weight that every call compares, since torch does not count writes through `.data`."""
 _TIMED_BYTES = 64 << 20  # of a shape's weights, which take turns: in a model they come from memory, not from a cache
 _SECONDS_A_COUNT = 0.04
-_ROUNDS = (5, 40)  # at least and at most
-_LONGEST_CALL = 0.1  # seconds; row counts that are expected to take longer are not timed
+_ROUNDS = (3, 20)  # at least and at most
+_CALLS = 4  # of each way in a round, where they are short
+_LONGEST_CALL = 0.02  # seconds of a plain multiplication; with more rows than take so long nothing is timed
 
 
 @dataclass(frozen=True)
@@ -540,34 +540,33 @@ def _kept_if_unchanged(layer: PackedLinear) -> Iterator[None]:
 def _time(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[int, tuple[float, float]]:
     """By rows: the seconds of a plain and of a packed multiplication.
 
+    The two ways take turns, a few calls each, as in a model calls of one way follow one another: threads that the other
+    way has left spinning would slow down the first. Of the calls the lower quartile counts: what else the machine does
+    makes many longer, and a weight that happens to lie in a cache makes a few shorter.
+
     Args:
-        pairs: plain and packed weights of one shape. They take turns, and so do the two ways and the row counts, round
-            by round. The best round counts, since what else the machine does can only make one longer.
+        pairs: plain and packed weights of one shape, which take turns, too.
     """
+    found: dict[int, tuple[float, float]] = {}
     weight, tensor = pairs[0]
-    inputs: dict[int, Tensor] = {}
-    spent: dict[int, float] = {}
-    for rows in ROW_COUNTS:
-        if inputs and spent[last := max(spent)] * rows / last > _LONGEST_CALL:
-            break
-        inputs[rows] = torch.randn(rows, weight.shape[1]).to(weight.dtype)
-        _seconds(_run_packed, inputs[rows], tensor)
-        spent[rows] = min(_seconds(linear, inputs[rows], weight) for _ in range(2))
-    best = {rows: (math.inf, math.inf) for rows in inputs}
-    spent = dict.fromkeys(inputs, 0.0)
     turns = itertools.cycle(pairs)
-    for count in range(_ROUNDS[1]):
-        for rows, input in inputs.items():
-            weight, tensor = next(turns)
-            if count >= _ROUNDS[0] and spent[rows] > _SECONDS_A_COUNT:
-                continue
-            if count % 2:
-                plain, packed = _seconds(linear, input, weight), _seconds(_run_packed, input, tensor)
-            else:
-                packed, plain = _seconds(_run_packed, input, tensor), _seconds(linear, input, weight)
-            spent[rows] += plain + packed
-            best[rows] = min(best[rows][0], plain), min(best[rows][1], packed)
-    return best
+    for rows in ROW_COUNTS:
+        if found and found[max(found)][0] > _LONGEST_CALL:
+            break
+        input = torch.randn(rows, weight.shape[1]).to(weight.dtype)
+        _seconds(_run_packed, input, tensor)
+        calls = _CALLS if _seconds(linear, input, weight) < _SECONDS_A_COUNT / 20 else 1
+        plain: list[float] = []
+        packed: list[float] = []
+        began = time.perf_counter()
+        for count in range(_ROUNDS[1]):
+            if count >= _ROUNDS[0] and time.perf_counter() - began > _SECONDS_A_COUNT:
+                break
+            some = list(itertools.islice(turns, calls))
+            plain += [_seconds(linear, input, weight) for weight, _ in some]
+            packed += [_seconds(_run_packed, input, tensor) for _, tensor in some]
+        found[rows] = sorted(plain)[len(plain) // 4], sorted(packed)[len(packed) // 4]
+    return found
 
 
 def _run_packed(input: Tensor, tensor: Tensor) -> Tensor:
