@@ -190,9 +190,8 @@ class _Packed:
 
     @classmethod
     def of(cls, weight: Tensor, tensor: Tensor, speed: ShapeSpeed) -> _Packed:
-        bits = weight.detach().view(-1).view(torch.int32 if weight.element_size() == 4 else torch.int16)
         # A stride that is a multiple of no row's length: the values are of several columns.
-        sample = bits.numpy()[:: max(1, (weight.numel() - 1) // (_SAMPLES - 1))]
+        sample = _bits(weight).view(-1).numpy()[:: max(1, (weight.numel() - 1) // (_SAMPLES - 1))]
         return cls(
             tensor,
             speed,
@@ -216,6 +215,10 @@ class _Packed:
             and self.sample.tobytes() == self.values
         )
 
+    def holds(self, weight: Tensor) -> bool:
+        """Whether every bit of the copy is the weight's."""
+        return torch.equal(_bits(self.tensor.to_dense()), _bits(weight))
+
     def serves(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether the packed multiplication gives what `linear` does, and is faster."""
         if (
@@ -233,6 +236,10 @@ class _Packed:
             and (bias is None or bias.dtype is self.dtype)
             and not (_wants_grad(input, weight, bias) or _is_watched())
         )
+
+
+def _bits(weight: Tensor) -> Tensor:
+    return weight.detach().view(torch.int32 if weight.element_size() == 4 else torch.int16)
 
 
 def _wants_grad(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -300,11 +307,13 @@ def pack_linears(
     """Give the linear layers of a model packed copies of their weights, where that is faster on this machine.
 
     For inference on a CPU, with any cache or none. Each shape and dtype of weights is timed, with as many threads as
-    torch has now. Packing again packs what is not packed, or has changed. A copy is used only while its weight is as
-    it was: after `load_state_dict`, `to(dtype)`, an optimizer's step or any other write that torch counts, the layer is
-    plain until it is packed again. Writes through `.data` or numpy are noticed where they change one of 8 values of a
-    weight that every call looks at; pack again after an edit of single values made that way. Layers are plain, too,
-    where gradients are wanted of a weight or an input, under autocast, and within torch's function transforms.
+    torch has now: pack on a quiet machine. Packing again packs what is not packed, or no longer as it was.
+
+    A copy is used only while its weight is as it was: after `load_state_dict`, `to(dtype)`, an optimizer's step or any
+    other write that torch counts, the layer is plain until it is packed again. Writes through `.data` or numpy are
+    noticed where they change one of 8 values of a weight that every call looks at; pack again after such an edit of few
+    values. Layers are plain, too, where gradients are wanted of a weight or an input, under autocast, and within
+    torch's function transforms.
 
     Args:
         model: any module. Layers of its that are exactly `torch.nn.Linear`, on a CPU and in float32, bfloat16 or (where
@@ -485,7 +494,7 @@ def _find_groups(model: torch.nn.Module, left: Counter[str]) -> list[_Group]:
         group = groups.setdefault((weight.shape, weight.dtype), _Group(weight.shape, weight.dtype))
         group.layers.setdefault(id(weight), []).append(module)
         packed = vars(module).get(_PACKED)
-        if packed is not None and packed.is_of(weight):
+        if packed is not None and packed.is_of(weight) and packed.holds(weight):
             group.packed[id(weight)] = packed
     return list(groups.values())
 

@@ -16,6 +16,7 @@ from helpers import build_model, forward, generate, random_prompts, tiny_model
 from torch import nn
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import CompileConfig
 
 from hf_paged import (
     PagedCache,
@@ -280,6 +281,13 @@ def test_no_copy_of_a_weight_as_it_was_is_used(how: str, multiplied: list[int]) 
     assert pack_linears(layer, min_speedup=0).packed == layer.weight.is_contiguous()
     with torch.no_grad():
         assert torch.allclose(layer(input), after, rtol=1e-4, atol=1e-4)
+
+
+def test_packing_again_finds_an_edit_of_one_value_that_torch_did_not_count() -> None:
+    model = packed_net()
+    model[0].weight.data[1, 1] += 5
+    assert pack_linears(model, min_speedup=0).packed == 2
+    assert is_right(model)
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -704,6 +712,19 @@ def test_generate_gives_the_same_tokens(paged: bool, multiplied: list[int]) -> N
     if paged:
         enable_paged_attention(model)
     assert torch.equal(generate(model, ids, mask, PagedCache(model.config) if paged else None), expected)
+    assert len(multiplied) == 12 * sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def test_compiled_decode_steps_are_packed(multiplied: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model("llama")
+    ids, mask = random_prompts((3, 17, 9))
+    expected = generate(tiny_model("llama"), ids, mask)
+    pack_linears(model, min_speedup=0)
+    enable_paged_attention(model, compile=True)
+    config = CompileConfig(backend="eager", mode="default", fullgraph=True)
+    found = generate(model, ids, mask, PagedCache(model.config), compile_config=config)
+    assert torch.equal(found, expected)
+    assert not [record for record in caplog.records if record.name == "hf_paged"]  # why steps were not compiled
     assert len(multiplied) == 12 * sum(isinstance(module, nn.Linear) for module in model.modules())
 
 
