@@ -18,6 +18,7 @@ from hf_paged import (
     QueueFullError,
     RequestTooLongError,
     enable_paged_attention,
+    packed_linears,
     paged_attention,
     use_backend,
 )
@@ -700,3 +701,13 @@ def test_half_precision():
         batcher.run()
         assert all(len(handle.result().tokens) == 4 for handle in handles)
         assert batcher.pool.storages[0].key_blocks.dtype == torch.bfloat16
+
+
+def test_packed_linears():
+    model = build_model("llama")
+    with ContinuousBatcher(model, num_blocks=64) as batcher, packed_linears(model, min_speedup=0.0) as report:
+        assert report.packed
+        handles = [batcher.submit(p, max_new_tokens=8) for p in prompts(5, 9)]
+        batcher.run()
+    for handle in handles:
+        assert_alone(model, handle, max_new_tokens=8)

@@ -183,7 +183,7 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     assert saved["decode"][0]["length"] == 32 and saved["memory"]["tokens"] > 0
     assert saved["attention_us"][0]["paged"] > 0
     assert saved["compiled"][0]["new_graphs"] == 1
-    assert saved["batching"][0]["agrees"] == 1.0 and len(saved["batching"][0]["tokens_per_second"]) == 3
+    assert saved["batching"][0]["agrees"] == 1.0 and len(saved["batching"][0]["tokens_per_second"]) >= 3
     assert saved["capacity"]["paged_requests"] > saved["capacity"]["reserved_requests"]
     assert saved["host"]["begin_us"] > 0
     console = Console(width=140, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115

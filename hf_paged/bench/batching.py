@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,12 @@ from hf_paged.bench.harness import Comparison, compare, synchronizer
 from hf_paged.layer_kinds import layer_kinds
 from hf_paged.models import cache_keyword
 from hf_paged.patches.enable import enable_paged_attention
+from hf_paged.patches.linears import pack_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PADDED, BATCH, MANY = "padded generate()", "generate_batch", "generate_many"
+PADDED, BATCH, MANY, PACKED = "padded generate()", "generate_batch", "generate_many", "generate_many, packed linears"
 ROWS = 16
 """Rows of a padded batch."""
 
@@ -62,11 +64,13 @@ class BatchingResult:
     Attributes:
         agrees: the share of requests whose tokens were those of padded generate() in generate_many. Rounding differs
             between batches, so that near ties may fall either way.
+        packed_layers: linear layers that were packed, where they can be (on a CPU).
     """
 
     workload: Workload
     comparison: Comparison
     agrees: float
+    packed_layers: int = 0
 
     def tokens_per_second(self, name: str) -> float:
         """New tokens that were asked for, per second."""
@@ -78,6 +82,7 @@ class BatchingResult:
             "requests": len(self.workload.prompts),
             "new_tokens": sum(self.workload.new_tokens),
             "agrees": self.agrees,
+            "packed_layers": self.packed_layers,
             "tokens_per_second": {name: self.tokens_per_second(name) for name in self.comparison.timings},
             **self.comparison.as_dict(),
         }
@@ -91,7 +96,7 @@ def measure_batching(
     rounds: int = 3,
     progress: Callable[[str], object] | None = None,
 ) -> BatchingResult:
-    """Do a workload with each of the three, alternating. No sequence ends before its number of tokens."""
+    """Do a workload in each way, alternating. No sequence ends before its number of tokens."""
     ids = workload.ids(model.config.get_text_config().vocab_size)
     plain, ours = without_eos(model), without_eos(model)
     plain.set_attn_implementation("sdpa")
@@ -112,16 +117,22 @@ def measure_batching(
         -(-(length + count) // block_size) for length, count in zip(workload.prompts, workload.new_tokens, strict=True)
     )
 
-    def many() -> None:
-        with ContinuousBatcher(ours, num_blocks=blocks, block_size=block_size) as batcher:
+    def many(model: PreTrainedModel, name: str) -> None:
+        with ContinuousBatcher(model, num_blocks=blocks, block_size=block_size) as batcher:
             handles = [
                 batcher.submit(prompt, max_new_tokens=count, do_sample=False)
                 for prompt, count in zip(ids, workload.new_tokens, strict=True)
             ]
             batcher.run()
-            tokens[MANY] = [handle.tokens for handle in handles]
+            tokens[name] = [handle.tokens for handle in handles]
 
-    variants = {PADDED: padded, BATCH: batch, MANY: many}
+    variants = {PADDED: padded, BATCH: batch, MANY: partial(many, ours, MANY)}
+    report = None
+    if model.device.type == "cpu":
+        packed = without_eos(model)
+        report = pack_linears(packed)
+        if report.packed:
+            variants[PACKED] = partial(many, packed, PACKED)
     comparison = compare(
         variants,
         repeats=rounds,
@@ -129,7 +140,7 @@ def measure_batching(
         progress=lambda text: progress(f"{workload.name}, {text}") if progress else None,
     )
     same = [a == b for a, b in zip(tokens[PADDED], tokens[MANY], strict=True)]
-    return BatchingResult(workload, comparison, sum(same) / len(same))
+    return BatchingResult(workload, comparison, sum(same) / len(same), report.packed if report else 0)
 
 
 @dataclass(frozen=True)
