@@ -138,14 +138,18 @@ class LengthsPlan:
 
     Attributes:
         count: requests.
-        prompt, output, total: their lengths.
+        prompt: lengths of the prompts.
+        output: lengths of the answers.
+        total: both together.
         too_long: requests of more tokens than `max_length`, which a reservation cannot serve.
         running_bytes: that a request holds in the pool on average while its answer grows, longer answers counting for
             the longer time that they take.
         ended_bytes: the same when all have their last token.
         longest_bytes: of the longest.
-        running, ended, worst: requests that fit at a time, if those in memory are like the average while they run, are
-            all at their end, or are all as long as the longest; None without a budget.
+        running: requests that fit at a time, if those in memory are like the average while they run; None without a
+            budget.
+        ended: the same if all are at their end.
+        worst: the same if all are as long as the longest.
     """
 
     count: int
