@@ -38,11 +38,9 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!hf_paged\b).*"), (r"py:.*", r"hf_paged\.
 html_theme = "furo"
 html_title = f"hf-paged {__version__}"
 html_copy_source = html_show_sourcelink = False
-templates_path: list[str] = []
 
 myst_heading_anchors = 3  # those that git hosts give, too
-myst_links_external_new_tab = False
-suppress_warnings: list[str] = []
+smartquotes = False  # options begin with two hyphens
 
 default_role = "py:obj"  # `PagedCache` in a docstring is a link; what names nothing of ours stays as it is
 autodoc_member_order = "bysource"
@@ -89,12 +87,15 @@ def describe_commands() -> Iterator[str]:
     with group.make_context("hf-paged", [], resilient_parsing=True) as parent:
         for name in group.list_commands(parent):
             command = group.get_command(parent, name)
+            if command.hidden:
+                continue
             with command.make_context(name, [], parent=parent, resilient_parsing=True) as context:
                 usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
                 yield f"## {name}\n\n{command.help}\n\n```text\n{usage}\n```\n\n| | |\n|---|---|\n"
                 for parameter in command.get_params(context):
                     if record := parameter.get_help_record(context):
-                        yield "| `{}` | {} |\n".format(*(text.replace("|", "\\|") for text in record))
+                        option, text = (part.replace("|", "\\|") for part in record)
+                        yield f"| `{option.replace('<int range>', 'N').replace(' <str>', '')}` | {text} |\n"
                 examples = re.findall(r"`([^`]+)`", command.epilog or "")
                 yield "\n" + "\n".join(["Examples:\n\n```bash", *examples, "```\n\n"] if examples else [])
 

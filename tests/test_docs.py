@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import string
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import hf_paged
+import hf_paged.models
 from hf_paged import capacity
 
 ROOT = Path(__file__).parent.parent
@@ -88,3 +92,31 @@ def test_readme_has_its_test_command():
 
 def test_readme_is_short():
     assert len(read(ROOT / "README.md").split()) < 1200
+
+
+EXAMPLES = [path for path in FILES if re.search(r"^```python$", read(path), re.MULTILINE)]
+
+
+def tokenizer_of_letters() -> PreTrainedTokenizerFast:
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
+    vocabulary = {token: index for index, token in enumerate(["<end>", *letters])}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return tokenizer
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_examples_run(path, tiny_llama, monkeypatch):
+    """A page's examples, one after the other, with a tiny model in place of the reader's."""
+    model, tokenizer = copy.deepcopy(tiny_llama), tokenizer_of_letters()
+    monkeypatch.setattr(hf_paged.models, "load_demo_model", lambda: (model, tokenizer))
+    prompts = ["One", "A longer one"]
+    inputs = dict(tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")) | {"max_new_tokens": 5}
+    names = {name: getattr(hf_paged, name) for name in hf_paged.__all__}
+    names |= {"model": model, "tokenizer": tokenizer, "prompts": prompts, "inputs": inputs, "batch": inputs}
+    names |= {"chat": [{"role": "user", "content": "Hello"}], "streamer": None}
+    names["cache"] = hf_paged.PagedCache(model.config, num_blocks=64)
+    for example in re.findall(r"^```python\n(.*?)^```$", read(path), re.MULTILINE | re.DOTALL):
+        exec(compile(example, str(path), "exec"), names)
