@@ -266,7 +266,7 @@ class PagedCache(Cache):
             NotImplementedError: `rows` is given and the model has recurrent layers, whose state cannot be shared.
         """
         if rows is not None and any(self._state_layers()):
-            raise NotImplementedError("fork(rows) of a model with recurrent state layers; fork() copies their state")
+            raise NotImplementedError("fork(rows) cannot take rows of recurrent state layers; fork() copies them")
         return self._copy(self._rows.fork(rows), {})
 
     def rollback(self) -> None:

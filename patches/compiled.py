@@ -295,7 +295,7 @@ def end_step(step_cache: StepCache, output: Any) -> Any:
     if step_cache.unread is not None:
         cache.note_changed_keys()
         raise NoKernelError(
-            "it changed keys after updating the cache, which it had not done before; run the step again"
+            "the model changed keys after updating the cache, which it had not done before; run the step again"
         )
     cache.graph_has_run()
     cache.leave_pass(failed=False)
