@@ -19,8 +19,8 @@ from hf_paged.host import on_the_host
 from hf_paged.kernels.ops import decode_step
 from hf_paged.kernels.select import reference
 from hf_paged.layer import HANDLE, Handle, PagedLayer
-from hf_paged.masks import IMPLEMENTATION
-from hf_paged.packed import PackedHandle
+from hf_paged.masks import IMPLEMENTATION, SAYS_MORE
+from hf_paged.packed import PackedHandle, running
 from hf_paged.plan import StepPlan
 from hf_paged.step_cache import NoKernelError, StepHandle
 
@@ -82,6 +82,9 @@ def paged_attention_forward(
     """
     handle: Handle | StepHandle | PackedHandle | None = getattr(key, HANDLE, None)
     if handle is None:
+        if (cache := running.get()) is not None and query.shape[2] == cache.step.num_tokens:
+            cache.check_read()
+            raise NotImplementedError(f"{type(module).__name__} attends to keys that are not in the cache")
         return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     attend = _ATTEND[type(handle)]
     return attend(handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
@@ -284,10 +287,11 @@ def _attend_packed(
     """A layer of a packed step: each segment through the kernels, as a batch of its own."""
     cache, layer = handle.cache, handle.layer
     step = cache.step
+    if attention_mask is not None:
+        raise NotImplementedError(SAYS_MORE)
     asked = _read(module, kwargs, layer.window)
     if (
         getattr(value, HANDLE, None) is not handle
-        or attention_mask is not None
         or layer.group not in cache.plain_groups
         or dropout != 0.0
         or asked.output_attentions

@@ -41,6 +41,9 @@ NOT_ROUTED = frozenset(
 """Model types that make their masks through transformers' interface and their attention not. Under our name alone they
 would be given masks that they misread."""
 
+SAYS_MORE = "its masks say more than causal order and a sliding window"
+"""Why packed steps refuse a mask."""
+
 STAND_IN = "_hf_paged_stand_in"
 """Attribute of a mask that only stands for one; see `Patched`."""
 
@@ -181,7 +184,8 @@ def _is_plain(layer: PagedLayer | PackedLayer, patched: Patched | None, kwargs: 
 
 
 def _mask_of_packed(offset: PackedLength, patched: Patched | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """None, always: what a packed step's tokens see is in its plan."""
+    """None where the plan of a packed step tells what its tokens see. Else a mask that hides everything: a model may
+    make masks for kinds of layers that it does not have, and a layer that does get one is refused."""
     cache = offset.cache()
     layer = cache.layers[offset.layer]
     if layer.kind == "dummy":
@@ -189,14 +193,20 @@ def _mask_of_packed(offset: PackedLength, patched: Patched | None, kwargs: dict[
     padding = kwargs.get("attention_mask")
     shows_all = padding is None or bool(padding.all())  # some models make one of their own
     if not (shows_all and _is_plain(layer, patched, kwargs)):
-        raise NotImplementedError("its masks say more than causal order and a sliding window")
+        if patched is not None:  # forwards of ours look at no mask
+            raise NotImplementedError(SAYS_MORE)
+        return _hiding_all(kwargs)
     cache.plain_groups.add(layer.group)
     return None if patched is None or patched.takes_none else _stand_in(kwargs)
 
 
-def _stand_in(kwargs: dict[str, Any]) -> torch.Tensor:
+def _hiding_all(kwargs: dict[str, Any]) -> torch.Tensor:
     shape = kwargs["batch_size"], 1, kwargs["q_length"], kwargs["kv_length"]
-    mask = torch.zeros((), dtype=torch.bool, device=kwargs.get("device")).expand(shape)
+    return torch.zeros((), dtype=torch.bool, device=kwargs.get("device")).expand(shape)
+
+
+def _stand_in(kwargs: dict[str, Any]) -> torch.Tensor:
+    mask = _hiding_all(kwargs)
     setattr(mask, STAND_IN, True)
     return mask
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,18 @@ class PackedLayer(CacheLayerMixin):
 
     update = get_mask_sizes = get_seq_length = reset = crop = reorder_cache = _not_here
 
+    def _not_told(self) -> torch.Tensor:
+        raise NotImplementedError("it reads keys and values out of the cache, which packed steps do not gather")
+
+    keys = values = property(_not_told)
+
+    def __deepcopy__(self, memo: dict) -> PackedLayer:
+        raise NotImplementedError("it adds copies of layers to the cache that it is given")
+
+
+running: ContextVar[PackedCache | None] = ContextVar("running", default=None)
+"""The cache of the packed step that this thread feeds to a model."""
+
 
 class PackedCache(Cache):
     """A pool as the model sees it in packed steps.
@@ -217,6 +230,7 @@ class PackedCache(Cache):
     Attributes:
         step: the step that runs. Its blocks are found now if the pool had no size before.
         unread: the layer that was updated last, until the attention function gets what it handed out.
+        updated: the layers that this step has updated.
     """
 
     def __init__(self, pool: BlockPool, num_layers: int) -> None:
@@ -232,16 +246,20 @@ class PackedCache(Cache):
         )
         self.step: PackedStep | None = None
         self.unread: int | None = None
+        self.updated: set[int] = set()
         self.plain_groups: set[int] = set()
 
     def begin(self, step: PackedStep) -> None:
         """A forward pass begins."""
         self.step, self.unread = step, None
+        self.updated.clear()
         self.plain_groups.clear()
+        running.set(self)
 
     def end(self) -> None:
         """A forward pass has ended, or failed."""
         self.step = self.unread = None
+        running.set(None)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -256,10 +274,14 @@ class PackedCache(Cache):
 
         Raises:
             ValueError: other heads, widths, dtype or device than the pool holds.
-            NotImplementedError: the layer before changed what it was given before it attended.
+            NotImplementedError: the layer before changed what it was given before it attended, or this one has been
+                updated in this step.
         """
         layer, step = self.layers[layer_idx], self.step
         self.check_read()
+        if layer_idx in self.updated:
+            raise NotImplementedError(f"layer {layer_idx} stores keys and values more than once in a forward pass")
+        self.updated.add(layer_idx)
         key, value = key_states.detach(), value_states.detach()
         layer.storage = self.pool.storage(layer.index, key, value)
         if not step.allocated:
