@@ -117,10 +117,12 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
 
     config = options.get("generation_config") or model.generation_config
     quiet = {}
+    if options.get("use_cache", getattr(options.get("generation_config"), "use_cache", None)) is None:
+        quiet["use_cache"] = True  # some models' own settings do without
     if options.get("pad_token_id", config.pad_token_id) is None:
         quiet["pad_token_id"] = 0  # nothing is padded, and generate() need not say that it chose one
     ids = torch.tensor([prompt_ids], dtype=torch.long, device=model.get_input_embeddings().weight.device)
-    _refuse(config, options)
+    _refuse(config, options | quiet)
     model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take_down, **(options | quiet))
     config = taken["generation_config"]
     _refuse(config, {})
