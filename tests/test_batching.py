@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -22,6 +23,9 @@ from hf_paged import (
     paged_attention,
     use_backend,
 )
+from hf_paged.batching import runner
+from hf_paged.models import cache_keyword
+from hf_paged.sweep.tiny import build
 from tests.helpers import PAD, VOCAB, build_model, generate, same_tokens, tiny_model
 
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "gpt2", "qwen3", "bloom", "falcon", "mpt", "gpt_neo")
@@ -711,3 +715,145 @@ def test_packed_linears():
         batcher.run()
     for handle in handles:
         assert_alone(model, handle, max_new_tokens=8)
+
+
+# What no model may do behind a packed step's back ---------------------------------------------------------------------
+
+
+def refused(model, message: str) -> BaseException | None:
+    with pytest.raises(NotImplementedError, match=message) as caught:
+        ContinuousBatcher(model, num_blocks=16)
+    assert type(model).__name__ in str(caught.value) and model.config._attn_implementation != IMPLEMENTATION
+    return caught.value.__cause__
+
+
+@pytest.mark.parametrize("error", (TypeError, ValueError, RuntimeError, AttributeError, KeyError, AssertionError))
+@pytest.mark.parametrize("alone", (True, False))
+def test_an_error_from_inside_the_model_is_a_refusal_that_tells_it(error, alone):
+    model = build_model("llama")
+
+    def fail(module, args, kwargs):
+        if alone or kwargs.get(cache_keyword(model)) is not None:
+            raise error("no such\n    thing")
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(fail, with_kwargs=True)
+    doing = "does not run with tokens alone" if alone else "fails when several sequences are fed side by side"
+    assert isinstance(refused(model, f"{doing}.*{error.__name__}.*no such.*thing"), error)
+
+
+def test_a_machine_without_memory_is_no_model_that_cannot_be_batched():
+    model = build_model("llama")
+
+    def fail(module, args):
+        raise torch.OutOfMemoryError("none left")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        ContinuousBatcher(model, num_blocks=16)
+    hook.remove()
+    with ContinuousBatcher(model, num_blocks=16) as batcher:
+        assert_alone(model, batcher.submit([1, 2, 3], max_new_tokens=3), max_new_tokens=3)
+
+
+def behaving(model, forward) -> None:
+    """Let the model's second attention call `forward(its own, cache, keyword arguments)`, in packed steps alone."""
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+
+    def instead(*args, **kwargs):
+        cache = kwargs.get(cache_keyword(model))
+        return own(*args, **kwargs) if cache is None else forward(lambda **more: own(*args, **(kwargs | more)), cache)
+
+    attention.forward = instead
+
+
+def test_a_layer_that_stores_twice_in_a_step_is_refused():
+    """Its second keys would take the place of the first: a little wrong, which no comparison need notice."""
+    model = build_model("llama")
+
+    def twice(own, cache):
+        own()
+        return own()
+
+    behaving(model, twice)
+    refused(model, "stores keys and values more than once")
+
+
+def test_attention_past_the_cache_is_refused():
+    """It would see the other sequences."""
+    model = build_model("llama")
+    behaving(model, lambda own, cache: own(**{cache_keyword(model): None}))
+    refused(model, "attends to keys that are not in the cache")
+
+
+def test_reading_and_copying_layers_of_the_cache_is_refused():
+    model = build_model("llama")
+    behaving(model, lambda own, cache: (cache.layers[0].keys, own())[1])
+    refused(model, "reads keys and values out of the cache")
+    model = build_model("llama")
+    behaving(model, lambda own, cache: (copy.deepcopy(cache.layers[0]), own())[1])
+    refused(model, "adds copies of layers")
+
+
+def test_masks_that_reach_no_layer_are_no_reason_and_one_that_does_is():
+    """Models make masks for kinds of layers that they may have."""
+    for model_type, name in (("qwen2_moe", "Qwen2MoeForCausalLM"), ("ministral", "MinistralForCausalLM")):
+        model = build(model_type, name, "CAUSAL_LM")
+        with ContinuousBatcher(model, num_blocks=16) as batcher:
+            assert_alone(model, batcher.submit([4, 5, 6], max_new_tokens=12), max_new_tokens=12)
+    refused(build("moshi", "MoshiForCausalLM", "CAUSAL_LM"), "masks say more than causal order")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    (("bart", "BartForCausalLM"), ("whisper", "WhisperForCausalLM"), ("roberta", "RobertaForCausalLM")),
+)
+def test_models_that_count_positions_themselves_are_told_them(model_type, name):
+    """By the length of the cache (BART), or otherwise than generate() does (RoBERTa)."""
+    model = build(model_type, name, "CAUSAL_LM")
+    with ContinuousBatcher(model, num_blocks=40, block_size=4, max_step_tokens=5) as batcher:
+        handles = [batcher.submit(p, max_new_tokens=12) for p in prompts(5, 11, 3)]
+        batcher.run()
+        with pytest.raises(NotImplementedError, match="beyond 128 it has no embeddings"):
+            batcher.submit([1, 2, 3], max_new_tokens=126)
+    for handle in handles:
+        assert_alone(model, handle, max_new_tokens=12)
+    assert not any(module._forward_pre_hooks for module in model.modules() if isinstance(module, torch.nn.Embedding))
+
+
+def test_positions_are_those_that_generate_gives():
+    model = build_model("llama")
+    prepare = model.prepare_inputs_for_generation
+
+    def later(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] * factor + 5
+        return inputs
+
+    model.prepare_inputs_for_generation, factor = later, 1
+    with ContinuousBatcher(model, num_blocks=16) as batcher:
+        handle = batcher.submit([4, 5, 6], max_new_tokens=8)
+        assert handle.result().tokens == alone(model, [4, 5, 6], max_new_tokens=8)
+        positions = runner._given_by_generate(model)[0]
+        assert positions.name == "position_ids" and positions.first.tolist() == [[5]] and positions.counts
+    model = build_model("llama")
+    prepare, factor = model.prepare_inputs_for_generation, 2
+    model.prepare_inputs_for_generation = later
+    refused(model, "position_ids that do not follow")
+
+
+def test_a_models_own_use_cache_false_is_no_wish_of_the_request():
+    model = build_model("mpt")
+    model.generation_config.use_cache = False  # as MPT's configs say
+    with ContinuousBatcher(model, num_blocks=16) as batcher:
+        assert_alone(model, batcher.submit([4, 5, 6], max_new_tokens=4), max_new_tokens=4)
+        with pytest.raises(NotImplementedError, match="use_cache=False"):
+            batcher.submit([4, 5, 6], generation_config=GenerationConfig(use_cache=False))
+
+
+def test_sinusoidal_positions_end_as_well():
+    with (
+        ContinuousBatcher(build("ctrl", "CTRLLMHeadModel", "CAUSAL_LM"), num_blocks=16) as batcher,
+        pytest.raises(NotImplementedError, match="beyond 128"),
+    ):
+        batcher.submit([1, 2, 3], max_new_tokens=126)
