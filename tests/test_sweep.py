@@ -14,10 +14,14 @@ import torch
 import transformers
 
 import hf_paged.attention
+from hf_paged import ContinuousBatcher
 from hf_paged.layer import PagedLayer
-from hf_paged.sweep.check import Different, Output, check, compare
+from hf_paged.packed import PackedStep
+from hf_paged.sweep.batched import POOL, shorten
+from hf_paged.sweep.check import check
+from hf_paged.sweep.compare import Different, Output, compare
 from hf_paged.sweep.images import with_images
-from hf_paged.sweep.prompts import LENGTHS, prompts
+from hf_paged.sweep.prompts import LENGTHS, prompts, rows_of_text
 from hf_paged.sweep.run import run_pairs
 from hf_paged.sweep.table import PAGE, page, read
 from hf_paged.sweep.tiny import build, pairs
@@ -25,13 +29,13 @@ from hf_paged.sweep.tiny import build, pairs
 TOLD = read(PAGE.read_text(encoding="utf-8"))
 
 SAMPLE = [
-    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "bloom", "codegen", "cohere2", "cwm", "deepseek_v3",
-    "dia", "diffllama", "doge", "dory", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3n_text",
-    "gemma4_text", "git", "glm4", "glm_moe_dsa", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "got_ocr2",
-    "gpt_oss", "granite_speech", "gptj", "granite", "jamba", "lfm2", "llama", "llama4", "mamba", "minimax", "ministral",
-    "mistral", "mixtral", "modernbert-decoder", "molmo2", "moshi", "musicgen", "nllb-moe", "olmo3", "openai-gpt", "opt",
-    "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_next", "qwen3_vl", "t5", "voxtral_realtime",
-    "whisper", "xlstm",
+    "afmoe", "apertus", "bamba", "bart", "bigbird_pegasus", "blip", "blip-2", "bloom", "codegen", "cohere2", "ctrl",
+    "cwm", "deepseek_v3", "dia", "diffllama", "doge", "dory", "exaone4", "falcon", "falcon_h1", "gemma", "gemma2",
+    "gemma3", "gemma3n_text", "gemma4_text", "git", "glm4", "glm_moe_dsa", "got_ocr2", "gpt2", "gpt_neo", "gpt_neox",
+    "gpt_neox_japanese", "gpt_oss", "gptj", "granite", "granite_speech", "jamba", "lfm2", "llama", "llama4", "mamba",
+    "minimax", "ministral", "mistral", "mixtral", "mllama", "modernbert-decoder", "molmo2", "moshi", "mpt", "musicgen",
+    "nllb-moe", "olmo3", "openai-gpt", "opt", "paligemma", "pegasus_x", "phi3", "qwen2_moe", "qwen2_vl", "qwen3",
+    "qwen3_next", "qwen3_vl", "qwen4_exp", "roberta", "step3p7", "t5", "voxtral_realtime", "whisper", "xlstm",
 ]  # fmt: skip
 """Model types: every outcome, every kind of layers, and all that the sweep once found to be wrong."""
 
@@ -60,7 +64,7 @@ def one_thread():
 @pytest.mark.parametrize("pair", [pair for pair in pairs() if pair[1] in SAMPLE], ids="-".join)
 def test_a_class_does_what_the_page_says(pair: tuple[str, str, str]) -> None:
     line = check(*pair)
-    assert (line.outcome, line.plain) == TOLD[pair[1:]], line
+    assert (line.outcome, line.plain, line.batched) == TOLD[pair[1:]], line
 
 
 @pytest.mark.smoke
@@ -70,13 +74,16 @@ def test_a_class_is_right_in_every_version(pair: tuple[str, str, str]) -> None:
     line = check(*pair)
     assert line.outcome in ("kernel", "dense" if pair[1] == "deepseek_v3" else "kernel"), line
     assert line.plain == "equal", line
+    is_refused = pair[1] in ("deepseek_v3", "falcon_h1", "qwen3_next") or line.mapping == "SPEECH_SEQ_2_SEQ"
+    assert line.batched == ("refused" if is_refused else "equal"), line
 
 
 @of_this_version
 def test_the_page_has_every_class_once_and_none_is_wrong() -> None:
     assert list(TOLD) == [pair[1:] for pair in pairs()]
-    enabled, plain = zip(*TOLD.values(), strict=True)
-    assert not {*enabled, *plain} & {"mismatch", "crash"}
+    enabled, plain, batched = zip(*TOLD.values(), strict=True)
+    assert not {*enabled, *plain, *batched} & {"mismatch", "crash"}
+    assert batched.count("equal") >= 185 and set(batched) <= {"equal", "refused", "no reference"}
     assert sum(outcome != "no reference" for outcome in enabled) >= 322
     assert PAGE.read_text(encoding="utf-8").count("| image |") >= 50
 
@@ -84,11 +91,57 @@ def test_the_page_has_every_class_once_and_none_is_wrong() -> None:
 def test_a_page_reads_as_it_was_written() -> None:
     lines = [
         {"type": "a", "cls": "A", "mapping": "CAUSAL_LM", "kinds": ["full_attention"], "outcome": "mixed"}
-        | {"given": "image", "reason": "x | y", "plain": "equal", "layers": "1 of 2"},
+        | {"given": "image", "reason": "x | y", "plain": "equal", "layers": "1 of 2"}
+        | {"batched": "refused", "batched_reason": "y | z"},
         {"type": "b", "cls": "B", "mapping": "SPEECH_SEQ_2_SEQ", "kinds": [], "outcome": "no reference"}
-        | {"given": "", "reason": "", "plain": "", "layers": ""},
+        | {"given": "", "reason": "", "plain": "", "layers": "", "batched": "equal", "batched_reason": ""},
     ]
-    assert read(page(lines)) == {("a", "A"): ("mixed", "equal"), ("b", "B"): ("no reference", "")}
+    assert read(page(lines)) == {("a", "A"): ("mixed", "equal", "refused"), ("b", "B"): ("no reference", "", "equal")}
+    assert "takes 1 of them" in page(lines) and "| y / z |" in page(lines)
+
+
+def test_batched_prompts_are_fed_in_parts_and_rows_come_and_go() -> None:
+    model = build("llama", "LlamaForCausalLM", "CAUSAL_LM")
+    with ContinuousBatcher(model, **POOL) as batcher:
+        handles = [batcher.submit(prompt, max_new_tokens=12) for prompt in rows_of_text(model)]
+        seen = set()
+        while batcher.step():
+            seen |= {row for row, handle in enumerate(handles) if 0 < handle._sequence.num_stored < LENGTHS[row]}
+        assert [len(handle.prompt_ids) for handle in handles] == list(LENGTHS)
+        assert seen == {0, 1, 2}
+        assert batcher.stats().preemptions and batcher.stats().peak_running == 2
+
+
+def test_a_wrong_position_of_a_late_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what the batcher itself compares."""
+    begin = PackedStep.__init__
+
+    def late(step: PackedStep, *args: Any) -> None:
+        begin(step, *args)
+        step.positions = step.positions + (step.positions >= 15)
+
+    monkeypatch.setattr(PackedStep, "__init__", late)
+    line = check("CAUSAL_LM", "llama", "LlamaForCausalLM")
+    assert (line.outcome, line.plain, line.batched) == ("kernel", "equal", "mismatch"), line
+
+
+def test_refusals_that_come_late_are_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = PackedStep.__init__
+
+    def late(step: PackedStep, *args: Any) -> None:
+        begin(step, *args)
+        if max(step.starts) >= 15:
+            raise NotImplementedError("not this far")
+
+    monkeypatch.setattr(PackedStep, "__init__", late)
+    line = check("CAUSAL_LM", "llama", "LlamaForCausalLM")
+    assert line.batched == "crash" and "not this far" in line.batched_reason, line
+
+
+def test_a_refusal_is_shortened_to_what_it_says_of_the_model() -> None:
+    text = "XModel cannot be batched continuously: it is (a, b). Use model.generate(), with a PagedCache"
+    assert shorten(text, "XModel") == "it is (a, b)"
+    assert shorten("x has layers of kind y, which is new; use transformers' own", "X").endswith("which is new")
 
 
 def test_images_have_as_many_tokens_as_features_and_stand_before_the_text() -> None:
@@ -158,6 +211,7 @@ def test_a_process_that_dies_or_hangs_costs_one_class(monkeypatch: pytest.Monkey
     strange = [("CAUSAL_LM", "llama", name) for name in ("Dies", "Hangs")]
     lines = run_pairs([chosen[0], *strange, chosen[1]], limit=20, tell=False)
     assert [line["outcome"] for line in lines] == ["kernel", "crash", "crash", "kernel"]
+    assert [line["batched"] for line in lines] == ["equal", "crash", "crash", "equal"]
     assert "code 3" in lines[1]["reason"] and "20 s" in lines[2]["reason"]
 
 
@@ -165,5 +219,5 @@ def test_a_process_that_dies_or_hangs_costs_one_class(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_the_whole_page_is_true() -> None:
     lines = run_pairs(pairs())
-    outcomes = {(line["type"], line["cls"]): (line["outcome"], line["plain"]) for line in lines}
+    outcomes = {(line["type"], line["cls"]): (line["outcome"], line["plain"], line["batched"]) for line in lines}
     assert outcomes == TOLD

@@ -1,15 +1,12 @@
-"""One model class: the same prompts with the ordinary cache, a PagedCache as it is, and with paged attention."""
+"""One model class: its prompts with the ordinary cache, a PagedCache as it is, with paged attention, and batched."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +15,14 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 import hf_paged.attention
 from hf_paged import PagedCache, disable_paged_attention, enable_paged_attention
 from hf_paged.layer import HANDLE, PagedLayer
+from hf_paged.sweep.batched import check_batched
+from hf_paged.sweep.compare import TOLERANCE, Output, compare, describe, outcome_of, run
 from hf_paged.sweep.images import other_images, with_images
 from hf_paged.sweep.prompts import other_prompts, prompts
 from hf_paged.sweep.tiny import build, layer_kinds
 
-NEW = 12
-TOLERANCE = 1e-3
 OUTCOMES = ("kernel", "mixed", "dense", "not used", "refused", "no reference", "mismatch", "crash")
 CHANGES = "changes its keys or values after storing them"
-_HOUSE = Path(hf_paged.attention.__file__).parent.resolve()
-_OURS = [str(folder.resolve()) for folder in (_HOUSE, _HOUSE / "kernels", _HOUSE / "patches")]
 
 
 @dataclass
@@ -46,21 +41,12 @@ class Line:
     """`equal`, or what a PagedCache gave on the model as it is."""
     layers: str = ""
     """Layers through the kernel in every step, of those that stored something."""
+    batched: str = "no reference"
+    """What continuous batching made of it."""
+    batched_reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Different(Exception):
-    """Tokens or logits are other than with the ordinary cache."""
-
-
-@dataclass
-class Output:
-    """Logits are `[steps, rows, vocab]`."""
-
-    tokens: torch.Tensor
-    logits: torch.Tensor
 
 
 def check(mapping: str, model_type: str, class_name: str) -> Line:
@@ -70,41 +56,51 @@ def check(mapping: str, model_type: str, class_name: str) -> Line:
         warnings.simplefilter("ignore")
         try:
             model = build(model_type, class_name, mapping)
-            line.kinds = list(dict.fromkeys(layer_kinds(model.config)))
-            inputs, expected = _reference(model)
-            line.given = _given(inputs)
-            if blind := _blindness(model, inputs, expected):
-                line.reason = blind
-                return line
         except Exception as error:
-            line.reason = _describe(error)
+            line.reason = describe(error)
             return line
-        with watched() as seen:
-            line.plain, line.reason = _outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
-        if line.plain == "equal" and not seen.stored:
-            line.outcome = line.plain = "not used"
-            return line
-        try:
-            enable_paged_attention(model)
-        except NotImplementedError as error:
-            if line.plain == "equal":
-                line.outcome, line.reason = "dense", _describe(error)
-            else:
-                line.outcome = line.plain
-            return line
-        plain_reason = line.reason
-        with watched() as seen:
-            enabled, line.reason = _outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
+        line.kinds = list(dict.fromkeys(layer_kinds(model.config)))
+        _check_cache(model, line)
         disable_paged_attention(model)
-        line.layers = f"{seen.through_kernel} of {seen.stored}"
-        if seen.kernel and not seen.through_kernel:
-            line.layers = "each in some steps"
-        line.outcome = enabled if enabled != "equal" else seen.outcome()
-        if line.outcome in ("dense", "mixed"):
-            line.reason = "; ".join(seen.reasons) or CHANGES
-        if line.plain in ("mismatch", "crash") and line.outcome not in ("mismatch", "crash"):
-            line.outcome, line.reason = line.plain, f"as it is: {plain_reason}"
+        line.batched, line.batched_reason = check_batched(model)
     return line
+
+
+def _check_cache(model: PreTrainedModel, line: Line) -> None:
+    """generate() with a PagedCache, on the model as it is and enabled."""
+    try:
+        inputs, expected = _reference(model)
+        line.given = _given(inputs)
+        if blind := _blindness(model, inputs, expected):
+            line.reason = blind
+            return
+    except Exception as error:
+        line.reason = describe(error)
+        return
+    with watched() as seen:
+        line.plain, line.reason = outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
+    if line.plain == "equal" and not seen.stored:
+        line.outcome = line.plain = "not used"
+        return
+    try:
+        enable_paged_attention(model)
+    except NotImplementedError as error:
+        if line.plain == "equal":
+            line.outcome, line.reason = "dense", describe(error)
+        else:
+            line.outcome = line.plain
+        return
+    plain_reason = line.reason
+    with watched() as seen:
+        enabled, line.reason = outcome_of(lambda: compare(run(model, inputs, paged(model)), expected))
+    line.layers = f"{seen.through_kernel} of {seen.stored}"
+    if seen.kernel and not seen.through_kernel:
+        line.layers = "each in some steps"
+    line.outcome = enabled if enabled != "equal" else seen.outcome()
+    if line.outcome in ("dense", "mixed"):
+        line.reason = "; ".join(seen.reasons) or CHANGES
+    if line.plain in ("mismatch", "crash") and line.outcome not in ("mismatch", "crash"):
+        line.outcome, line.reason = line.plain, f"as it is: {plain_reason}"
 
 
 def _reference(model: PreTrainedModel) -> tuple[dict[str, Any], Output]:
@@ -132,58 +128,6 @@ def paged(model: PreTrainedModel) -> Any:
     return EncoderDecoderCache(cache, DynamicCache()) if has_two else cache
 
 
-def run(model: PreTrainedModel, inputs: dict[str, Any], cache: Any) -> Output:
-    """Greedy generate(); `cache` None is whatever generate() takes by itself."""
-    options: dict[str, Any] = {}
-    if cache is not None:
-        parameters = inspect.signature(type(model).forward).parameters
-        options["cache" if "cache" in parameters else "past_key_values"] = cache
-    torch.manual_seed(2)  # a few models draw numbers
-    out = model.generate(
-        **inputs,
-        **options,
-        do_sample=False,
-        num_beams=1,
-        max_new_tokens=NEW,
-        return_dict_in_generate=True,
-        output_logits=True,
-        use_cache=True,
-    )
-    if out.logits is None:
-        raise Different("its generate() does not tell its logits")
-    logits = torch.stack([step.float() for step in out.logits])
-    if logits.isnan().any():
-        raise Different("NaN in the logits")
-    # Models of several codebooks delay each by another number of steps, so there the sequences are not of one form.
-    tokens = out.sequences if len(out.sequences) == logits.shape[1] else logits.argmax(-1).T
-    return Output(tokens, logits)
-
-
-def compare(actual: Output, expected: Output) -> None:
-    """
-    Raises:
-        Different: with what differs first. A row is followed up to where its two best logits are nearly tied: there any
-            exact way of computing may choose either.
-    """
-    steps, rows, _ = expected.logits.shape
-    if actual.logits.shape != expected.logits.shape:
-        raise Different(f"logits of shape {list(actual.logits.shape)}, not {list(expected.logits.shape)}")
-    new = expected.tokens.shape[1] - steps
-    for row in range(rows):
-        for step in range(steps):
-            one, other = actual.logits[step, row], expected.logits[step, row]
-            known = other.isfinite()
-            scale = max(1.0, float(other[known].abs().max()))
-            off = float((one - other)[known].abs().max()) / scale
-            if not off <= TOLERANCE or (one.isfinite() != known).any():
-                raise Different(f"row {row}, step {step}: logits differ by {off:.2g} of the largest")
-            if actual.tokens[row, new + step] != expected.tokens[row, new + step]:
-                best = other.topk(2).values
-                if float(best[0] - best[1]) > 2 * TOLERANCE * scale:
-                    raise Different(f"row {row}, step {step}: another token")
-                break
-
-
 def _blindness(model: PreTrainedModel, inputs: dict[str, Any], expected: Output) -> str:
     """What makes a comparison of this model worth nothing: logits of the last step that hang on no earlier token."""
     other = run(model, other_prompts(inputs), None)
@@ -194,34 +138,6 @@ def _blindness(model: PreTrainedModel, inputs: dict[str, Any], expected: Output)
     if float((first - second)[known].abs().max()) < 10 * TOLERANCE:
         return "its logits hang on no earlier token"
     return ""
-
-
-def _outcome_of(call: Any) -> tuple[str, str]:
-    try:
-        call()
-    except Different as error:
-        return "mismatch", str(error)
-    except (ValueError, NotImplementedError, TypeError) as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        # transformers itself says so where a model has a cache class of its own, or takes none.
-        is_theirs = "PagedCache" in str(error) or where.name == "_validate_model_kwargs"
-        return ("refused" if _is_ours(where) or is_theirs else "crash"), _describe(error)
-    except Exception as error:
-        return "crash", _describe(error)
-    return "equal", ""
-
-
-def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return str(Path(frame.filename).resolve().parent) in _OURS
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, Different):
-        return str(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if _is_ours(last) else f" ({Path(last.filename).name}:{last.lineno})"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:240]}{place}"
 
 
 class Seen:

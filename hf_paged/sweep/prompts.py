@@ -23,12 +23,12 @@ def prompts(model: PreTrainedModel) -> dict[str, Any]:
     model goes on from four tokens."""
     generator = torch.Generator().manual_seed(1)
     config = model.config
-    end = min(END, getattr(config.get_text_config(decoder=True), "vocab_size", END))
+    end = _end(model)
     ids = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for row, length in enumerate(LENGTHS):
-        ids[row, -length:] = torch.randint(FIRST, end, (length,), generator=generator)
-        mask[row, -length:] = 1
+    for row, tokens in enumerate(rows_of_text(model, generator)):
+        ids[row, -len(tokens) :] = tokens
+        mask[row, -len(tokens) :] = 1
     text = {"input_ids": ids, "attention_mask": mask}
     if config.model_type in SEES:
         return text | _image(model, text, generator)
@@ -50,6 +50,16 @@ def prompts(model: PreTrainedModel) -> dict[str, Any]:
     if model.main_input_name == "input_ids":
         return text | decoder
     return _heard(model, generator) | decoder
+
+
+def rows_of_text(model: PreTrainedModel, generator: torch.Generator | None = None) -> list[torch.Tensor]:
+    """The tokens of each prompt, unpadded."""
+    generator = generator or torch.Generator().manual_seed(1)
+    return [torch.randint(FIRST, _end(model), (length,), generator=generator) for length in LENGTHS]
+
+
+def _end(model: PreTrainedModel) -> int:
+    return min(END, getattr(model.config.get_text_config(decoder=True), "vocab_size", END))
 
 
 def other_prompts(inputs: dict[str, Any]) -> dict[str, Any]:

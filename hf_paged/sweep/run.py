@@ -30,7 +30,7 @@ def run_pairs(pairs: list[tuple[str, str, str]], limit: float = LIMIT, tell: boo
             mapping, model_type, name = left.pop(0)
             lines.append(
                 {"type": model_type, "cls": name, "mapping": mapping, "kinds": [], "given": "", "outcome": "crash"}
-                | {"reason": failure, "plain": "", "layers": ""}
+                | {"reason": failure, "plain": "", "layers": "", "batched": "crash", "batched_reason": failure}
             )
     return lines
 
@@ -67,7 +67,8 @@ def _run_batch(batch: list[tuple[str, str, str]], limit: float, tell: bool) -> t
             done.append(json.loads(text))
             if tell:
                 line = done[-1]
-                print(f"{line['outcome']:<13}{line['type']} {line['cls']} {line['reason']}"[:200], flush=True)
+                outcomes = f"{line['outcome']:<13}{line['batched']:<13}"
+                print(f"{outcomes}{line['type']} {line['cls']} {line['reason']}"[:200], flush=True)
     finally:
         process.kill()
         process.wait()

@@ -124,6 +124,8 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "kyutai_speech_to_text": {
         "codec_config.": {"upsampling_ratios": [2, 2], "upsample_groups": 64, "codebook_size": 128},
     },
+    "lfm2": {"num_hidden_layers": 4, "full_attn_idxs": [2]},
+    "lfm2_vl": {"text_config.": {"num_hidden_layers": 4, "full_attn_idxs": [2]}},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", _FULL, "conv"]},
     "llava_next": _ONE_TILE,
     "llava_next_video": _ONE_TILE,

@@ -23,18 +23,26 @@ MEANINGS = {
     "mismatch": "other tokens or logits than with the ordinary cache",
     "crash": "an error that names no reason",
 }
+BATCHED = {
+    "equal": "the tokens and logits of every request are those of its own generate() call",
+    "refused": "an error by name, when the batcher is made",
+    "no reference": MEANINGS["no reference"],
+    "mismatch": "other tokens or logits",
+    "crash": "an error that names no reason, or a refusal of what was taken before",
+}
 TITLES = {
     "CAUSAL_LM": "Causal language models",
     "IMAGE_TEXT_TO_TEXT": "Image and text to text",
     "SEQ_TO_SEQ_CAUSAL_LM": "Sequence to sequence",
     "SPEECH_SEQ_2_SEQ": "Speech to text",
 }
-COLUMNS = ("type", "class", "kinds of layers", "given", "enabled", "as it is", "why")
+COLUMNS = ("type", "class", "kinds of layers", "given", "enabled", "as it is", "why", "batched", "why not batched")
 
 
 def page(lines: list[dict[str, Any]]) -> str:
     """The page as Markdown."""
     counts = Counter(line["outcome"] for line in lines)
+    batched = Counter(line["batched"] for line in lines)
     ran = len(lines) - counts["no reference"]
     text = [
         "# Models",
@@ -56,6 +64,14 @@ def page(lines: list[dict[str, Any]]) -> str:
         "| outcome | classes | |",
         "|---|---|---|",
         *(f"| {outcome} | {counts[outcome]} | {MEANINGS[outcome]} |" for outcome in OUTCOMES),
+        "",
+        f"Continuous batching (`generate_many`, `ContinuousBatcher`) takes {batched['equal']} of them, with text",
+        "alone: the same prompts unpadded, at most 4 tokens and two rows in a step, in a pool of 8 blocks of 4 tokens.",
+        "So prompts are fed in parts beside rows that decode, rows come and go, and one is preempted.",
+        "",
+        "| batched | classes | |",
+        "|---|---|---|",
+        *(f"| {outcome} | {batched[outcome]} | {meaning} |" for outcome, meaning in BATCHED.items()),
     ]
     for mapping, title in TITLES.items():
         text += ["", f"## {title}", "", f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
@@ -65,17 +81,18 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 def _row(line: dict[str, Any]) -> str:
     outcome = line["outcome"] + (f" ({line['layers']})" if line["outcome"] == "mixed" else "")
-    cells = (line["type"], line["cls"], ", ".join(line["kinds"]), line["given"], outcome, line["plain"], line["reason"])
-    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+    why_not = line["batched_reason"]
+    cells = line["type"], line["cls"], ", ".join(line["kinds"]), line["given"], outcome, line["plain"], line["reason"]
+    return f"| {' | '.join(cell.replace('|', '/') for cell in (*cells, line['batched'], why_not))} |"
 
 
-def read(text: str) -> dict[tuple[str, str], tuple[str, str]]:
-    """What a page tells of each type and class: the outcome when enabled, and that of the model as it is."""
+def read(text: str) -> dict[tuple[str, str], tuple[str, str, str]]:
+    """What a page tells of each type and class: the outcome when enabled, as it is, and batched."""
     found = {}
     for row in text.splitlines():
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
         if len(cells) == len(COLUMNS) and cells[0] not in ("type", "---"):
-            found[cells[0], cells[1]] = cells[4].partition(" (")[0], cells[5]
+            found[cells[0], cells[1]] = cells[4].partition(" (")[0], cells[5], cells[7]
     return found
 
 
