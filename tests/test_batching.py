@@ -801,7 +801,7 @@ def test_masks_that_reach_no_layer_are_no_reason_and_one_that_does_is():
         model = build(model_type, name, "CAUSAL_LM")
         with ContinuousBatcher(model, num_blocks=16) as batcher:
             assert_alone(model, batcher.submit([4, 5, 6], max_new_tokens=12), max_new_tokens=12)
-    refused(build("moshi", "MoshiForCausalLM", "CAUSAL_LM"), "masks say more than causal order")
+    refused(build("moshi", "MoshiForCausalLM", "CAUSAL_LM"), "masks say more than causal order|no kernel expresses")
 
 
 @pytest.mark.parametrize(

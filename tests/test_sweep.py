@@ -15,6 +15,7 @@ import transformers
 
 import hf_paged.attention
 from hf_paged import ContinuousBatcher
+from hf_paged.batching.runner import PackedRunner
 from hf_paged.layer import PagedLayer
 from hf_paged.packed import PackedStep
 from hf_paged.sweep.batched import POOL, shorten
@@ -114,13 +115,12 @@ def test_batched_prompts_are_fed_in_parts_and_rows_come_and_go() -> None:
 
 def test_a_wrong_position_of_a_late_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond what the batcher itself compares."""
-    begin = PackedStep.__init__
+    beside = PackedRunner.beside
 
-    def late(step: PackedStep, *args: Any) -> None:
-        begin(step, *args)
-        step.positions = step.positions + (step.positions >= 15)
+    def late(runner: PackedRunner, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+        return beside(runner, positions + (positions >= 15))
 
-    monkeypatch.setattr(PackedStep, "__init__", late)
+    monkeypatch.setattr(PackedRunner, "beside", late)
     line = check("CAUSAL_LM", "llama", "LlamaForCausalLM")
     assert (line.outcome, line.plain, line.batched) == ("kernel", "equal", "mismatch"), line
 

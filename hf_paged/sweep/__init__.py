@@ -1,4 +1,4 @@
-"""Every model class that transformers maps to generate(), tiny and random, run with a PagedCache and without.
+"""Every model class that transformers maps to generate(), tiny and random, run with a PagedCache, without, and batched.
 
 `python -m hf_paged.sweep` runs all of them and writes `patches/MODELS.md`.
 """
