@@ -40,6 +40,11 @@ INTERNAL = {
     "NotImplementedError: a packed step's cache can only be updated": "the reason why a model cannot be batched",
     "NotImplementedError: layer … changed the shape of its input": "the reason why a model cannot be batched",
     "NotImplementedError: layer … changes its keys or values": "the reason why a model cannot be batched",
+    "NotImplementedError: layer … stores keys and values more than once": "the reason why a model cannot be batched",
+    "NotImplementedError: it adds copies of layers to the cache": "the reason why a model cannot be batched",
+    "NotImplementedError: it reads keys and values out of the cache": "the reason why a model cannot be batched",
+    "NotImplementedError: … attends to keys that are not in the cache": "the reason why a model cannot be batched",
+    "NotImplementedError: generate() gives it … that do not follow": "the reason why a model cannot be batched",
 }
 """Messages that no user meets, or not by themselves, and why."""
 
