@@ -31,6 +31,7 @@ from hf_paged.patches.enable import (  # noqa: E402
 )
 from hf_paged.patches.linears import PackReport, pack_linears, packed_linears, unpack_linears  # noqa: E402
 from hf_paged.pool import BlockPool  # noqa: E402
+from hf_paged.recording import record  # noqa: E402
 from hf_paged.stats import CacheStats  # noqa: E402
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "pack_linears",
     "packed_linears",
     "paged_attention",
+    "record",
     "unpack_linears",
     "use_backend",
 ]

@@ -142,9 +142,20 @@ class BlockAllocator:
         """No block from this id up was ever used."""
         return self._fresh
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that several tables hold which are not parked. Costs time in proportion to the blocks ever used."""
+        references = self._references
+        shared = len(references) - references.count(0) - references.count(1)
+        return shared - sum(references[block] > 1 >= references[block] - n for block, n in self._parked.items())
+
     def references(self, block: int) -> int:
         """How many tables hold `block`."""
         return self._references[block] if block < self._fresh else 0
+
+    def parked_references(self, block: int) -> int:
+        """How many of the tables that hold `block` are parked."""
+        return self._parked.get(block, 0)
 
     def grow(
         self, tables: Sequence[BlockTable], counts: Sequence[int], needed_from: Sequence[int] | None = None

@@ -282,6 +282,17 @@ def allocate(rows: Rows, step: StepPlan) -> None:
         except BaseException:
             rows.undo()
             raise
+    if pool.recordings:
+        _tell_recordings(rows, step)
+
+
+def _tell_recordings(rows: Rows, step: StepPlan) -> None:
+    try:
+        for recording in rows.pool.recordings:
+            recording.note_step(rows, step)
+    except BaseException:  # whoever is told of steps may refuse one
+        rows.undo()
+        raise
 
 
 def copy_shared(pool: BlockPool, group: int, growth: Growth) -> None:

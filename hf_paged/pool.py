@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -17,6 +17,9 @@ from hf_paged.allocator import BlockAllocator, BlockTable, check_block_size
 from hf_paged.parking import Parking
 from hf_paged.prefix import PrefixIndex
 from hf_paged.storage import LayerStorage
+
+if TYPE_CHECKING:
+    from hf_paged.recording import Recording
 
 logger = logging.getLogger("hf_paged")
 
@@ -116,6 +119,8 @@ class BlockPool:
         self.storages: dict[int, LayerStorage] = {}
         self.hands_over: dict[int, bool] = {}
         """Whether the model passes what a layer's update returns unchanged to the attention function, once seen."""
+        self.recordings: tuple[Recording, ...] = ()
+        """Those that are told of every step; see `hf_paged.record`."""
         self._step_caches: OrderedDict[tuple, Any] = OrderedDict()  # least recently used first
         self._returned: deque[list[list[BlockTable]]] = deque()
         # The last to hold the lock must find the pool alive, but the pool must not hold itself alive.

@@ -290,6 +290,8 @@ class Rows:
         self.unread = None
         if step is None or not step.allocated:
             return
+        for recording in self.pool.recordings:
+            recording.note_undone(self, step)
         self._undo_growths(step.growths)
         self._num_steps -= 1
         self.length = step.start

@@ -401,7 +401,10 @@ class ContinuousBatcher:
         if scheduled is None:
             return False
         step, sequences = scheduled
+        recordings = self.pool.recordings
         try:
+            for recording in recordings:
+                recording.note_batch_step(self, step, sequences)
             ready = [row for row, sequence in enumerate(sequences) if sequence.num_pending == 0]
             ids = [
                 token
@@ -417,6 +420,8 @@ class ContinuousBatcher:
             failed = draw(drawing, logits if len(rows) == len(ready) else logits[rows])
         except BaseException:
             step.undo()
+            for recording in recordings:
+                recording.note_undone(self, step)
             raise
         self._commit(step, sequences, drawing, failed)
         self._seconds += time.perf_counter() - began
@@ -475,6 +480,8 @@ class ContinuousBatcher:
         self._live.discard(sequence)
         self._ended[reason if reason in self._ended else "finished"] += 1
         sequence.handle._end(reason, error)
+        for recording in self.pool.recordings:
+            recording.note_request_end(self, sequence, reason)
 
     # The end ------------------------------------------------------------------------------------------------------
 
@@ -512,6 +519,21 @@ class ContinuousBatcher:
             if self._disables:
                 disable_paged_attention(self._model)
             self.announce()
+
+    # What recordings and pictures look at ---------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that hold blocks or are about to, in order."""
+        return list(self._scheduler.running)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """The sequences that wait, in order; with them the samples that begin once their prompt is stored."""
+        with self._lock:
+            waiting = [*self._scheduler.waiting, *self._inbox]
+        samples = [sample for first in (*self._scheduler.running, *waiting) for sample in first.siblings]
+        return waiting + [sample for sample in samples if not sample.ended]
 
     def __enter__(self) -> ContinuousBatcher:
         return self
