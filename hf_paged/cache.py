@@ -291,9 +291,9 @@ class PagedCache(Cache):
         )
 
     def _repr_html_(self) -> str:
-        from hf_paged.picture import html_map
+        from hf_paged.pictures.html import html_of_cache
 
-        return html_map(self)
+        return html_of_cache(self)
 
     # What generate() of an enabled model calls, see hf_paged.patches.prompts ----------------------------------------
 

@@ -26,7 +26,7 @@ from hf_paged import CacheStats, PagedCache, paged_attention
 from hf_paged.bench.harness import Comparison, Machine, Ratio, compare, describe_machine, synchronizer
 from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.models import cache_keyword, display_name
-from hf_paged.picture import text_map
+from hf_paged.pictures import text_map
 
 if TYPE_CHECKING:
     from rich.console import Console

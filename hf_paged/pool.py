@@ -134,6 +134,17 @@ class BlockPool:
         if num_blocks is not None:
             BlockAllocator(num_blocks, block_size)  # says what is wrong with it now, not at first use
 
+    def __repr__(self) -> str:
+        size = f"{self.allocators[0].num_blocks:,}" if self.is_sized else "as many as fit"
+        used = ", ".join(f"{allocator.num_used:,}" for allocator in self.allocators) or "0"
+        kept = "" if self.prefixes is None else f", kept={len(self.prefixes):,}"
+        return f"BlockPool(blocks={used} of {size}{kept}, block_size={self.block_size})"
+
+    def _repr_html_(self) -> str:
+        from hf_paged.pictures.html import html_of_pool
+
+        return html_of_pool(self)
+
     @property
     def prefixes(self) -> PrefixIndex | None:
         """The prompts that are kept, if they are."""

@@ -31,7 +31,7 @@ from packaging.version import Version
 from transformers import DynamicCache
 
 from hf_paged import OutOfBlocksError, PagedCache, paged_attention
-from hf_paged.picture import text_map
+from hf_paged.pictures import text_map
 
 HEADS, DIM, SIZE = 2, 16, 4
 FAMILIES = ["llama", "gemma2"]  # one kind of layers; windows of 8 and full attention in turn

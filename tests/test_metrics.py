@@ -46,8 +46,8 @@ def parse(text: str) -> dict[tuple[str, frozenset], float]:
     return found
 
 
-def value(text: str, name: str, **labels: str) -> float:
-    return parse(text)[f"hf_paged_{name}", frozenset(labels.items())]
+def value(text: str, metric: str, /, **labels: str) -> float:
+    return parse(text)[f"hf_paged_{metric}", frozenset(labels.items())]
 
 
 def test_a_cache_tells_its_statistics(model):

@@ -535,6 +535,11 @@ class ContinuousBatcher:
         samples = [sample for first in (*self._scheduler.running, *waiting) for sample in first.siblings]
         return waiting + [sample for sample in samples if not sample.ended]
 
+    def _repr_html_(self) -> str:
+        from hf_paged.pictures.html import html_of_batcher
+
+        return html_of_batcher(self)
+
     def __enter__(self) -> ContinuousBatcher:
         return self
 
