@@ -10,6 +10,7 @@ import re
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -189,10 +190,10 @@ def test_the_pool_is_drawn_block_by_block(beams):
 def test_every_block_of_a_sequence_has_its_letter_also_among_thousands(many):
     ax = draw_pool(many)
     columns, lettered = int(ax.get_xlim()[1]), {}
-    for line in ax.lines:
-        letter = re.fullmatch(r"\$\\mathrm\{(.)\}\$", line.get_marker())[1]
-        for x, y in line.get_xydata():
-            lettered[int(y) * columns + int(x)] = letter
+    for collection in ax.collections:
+        if collection.get_gid():
+            for x, y in collection.get_offsets():
+                lettered[int(y) * columns + int(x)] = collection.get_gid()
     (blocks,) = block_maps(many)
     assert 1900 < len(lettered) == many.stats().used_blocks
     assert "".join(lettered[block] for block in sorted(lettered)) == re.sub(
@@ -201,6 +202,26 @@ def test_every_block_of_a_sequence_has_its_letter_also_among_thousands(many):
     shown = sum(squares(ax).values())
     assert f"{30_000 - shown:,} more are not drawn" in ax.get_xlabel()
     assert shown < len(blocks.states) + 2 * columns
+
+
+def test_letters_are_in_their_squares(many):
+    """Looked for in the pixels: each square of a sequence has some of its letter's colour, and most of its own."""
+    ax = draw_pool(many)
+    ax.figure.set_dpi(150)
+    ax.figure.canvas.draw()
+    pixels = torch.from_numpy(np.array(ax.figure.canvas.buffer_rgba())).int()[..., :3].flip(0)
+    columns = int(ax.get_xlim()[1])
+    for block, owner in list(enumerate(block_maps(many)[0].owners))[::17]:
+        if owner is None:
+            continue
+        corners = ax.transData.transform(
+            [(block % columns + a, block // columns + b) for a, b in ((0.1, 0.9), (0.9, 0.1))]
+        )
+        (left, bottom), (right, top) = corners.astype(int)
+        square, colour = pixels[bottom:top, left:right].reshape(-1, 3), colours.of_sequence(owner)
+        for wanted, least in ((colour, 0.3), (colours.ink_on(colour), 0.02)):
+            distance = (square - torch.tensor([int(255 * part) for part in to_rgb(wanted)])).abs().amax(1)
+            assert (distance < 60).float().mean() > least, (block, wanted)
 
 
 def test_a_pool_that_is_larger_than_can_be_drawn_says_what_is_left_out(model):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import PathCollection
 
 WIDTH = 8.0
 """Inches; a notebook shows them whole."""
@@ -46,6 +47,27 @@ def _pyplot() -> ModuleType:
     except ImportError as error:
         raise ImportError('drawing needs matplotlib: pip install "hf-paged[notebook]"') from error
     return plt
+
+
+def letters(ax: Axes, letter: str, places: list[tuple[float, float]], *, size: float, color: str) -> PathCollection:
+    """One letter at many places, as one object: thousands of texts would take seconds to draw.
+
+    Args:
+        size: points.
+    """
+    from matplotlib.collections import PathCollection
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D, IdentityTransform
+
+    path = TextPath((0, 0), letter, size=1, prop={"weight": "bold" if size < 7 else "normal"})
+    box = path.get_extents()
+    path = path.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -(box.y0 + box.y1) / 2))
+    found = PathCollection(
+        [path], sizes=[size**2], offsets=places, offset_transform=ax.transData, facecolor=color, linewidth=0
+    )
+    found.set_transform(IdentityTransform())  # the size is in points, not in the axes' units
+    found.set_gid(letter)
+    return found
 
 
 def inches(ax: Axes) -> tuple[float, float]:

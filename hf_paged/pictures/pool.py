@@ -19,7 +19,7 @@ COLUMNS = (16, 32, 48, 64, 96)
 MOST_BLOCKS = 5520
 MOST_NAMES = 17
 """Sequences that the legend names."""
-SMALLEST_LETTER = 2.2
+SMALLEST_LETTER = 3.0
 """Points."""
 
 FILL = {State.SHARED: colours.SHARED, State.OTHER: colours.OTHER, State.KEPT: colours.KEPT}
@@ -59,18 +59,12 @@ def draw_pool(target: PagedCache | BlockPool | ContinuousBatcher, *, group: int 
     for (state, owner), members in by_look.items():
         squares = [Rectangle((b % columns + 0.06, b // columns + 0.06), 0.88, 0.88) for b in members]
         ax.add_collection(PatchCollection(squares, **_look(ax, state, owner)))
-    points = canvas.inches(ax)[0] * canvas.INCH / columns * 0.5
+    points = min(canvas.inches(ax)[0] * canvas.INCH / columns * 0.75, 9)
     for (state, owner), members in by_look.items():
         if state is State.OWN and points >= SMALLEST_LETTER:
-            ax.plot(
-                [block % columns + 0.5 for block in members],
-                [block // columns + 0.5 for block in members],
-                marker=rf"$\mathrm{{{letter(owner)}}}$",
-                markersize=min(points, 9),
-                markeredgewidth=0,
-                color=colours.ink_on(colours.of_sequence(owner)),
-                linestyle="none",
-            )
+            places = [(block % columns + 0.5, block // columns + 0.5) for block in members]
+            colour = colours.ink_on(colours.of_sequence(owner))
+            ax.add_collection(canvas.letters(ax, letter(owner), places, size=points, color=colour))
     ax.set(xlim=(0, columns), ylim=(lines, 0), aspect="equal", ylabel="block")
     step = max(lines // 8, 1)
     ax.set_yticks([line + 0.5 for line in range(0, lines, step)])

@@ -60,7 +60,7 @@ def draw_block_tables(
                 is_shared = held[block] > 1
                 squares.setdefault(None if is_shared else line, []).append(square)
                 ink = "#000000" if is_shared else colours.ink_on(colours.of_sequence(line))
-                ax.text(entry + 0.5, line + 0.53, block, color=ink, fontsize=size, ha="center", va="center")
+                ax.text(entry + 0.5, line + 0.53, str(block), color=ink, fontsize=size, ha="center", va="center")
     handles = []
     if is_numbered:
         for line, members in squares.items():
@@ -150,14 +150,16 @@ def draw_mapping(
         for line, entry, _ in shown:
             ink = colours.ink_on(colours.of_sequence(line))
             x = (starts[line] + entry + 0.47) * stretch
-            ax.text(x, 2.15, entry, fontsize=min(points * stretch * 0.5, 9), color=ink, ha="center", va="center")
+            ax.text(x, 2.15, str(entry), fontsize=min(points * stretch * 0.5, 9), color=ink, ha="center", va="center")
     if points * pool_stretch * 0.45 >= 5:
         for block in range(last + 1):
             holders = {line for line, _, one in shown if one == block}
             ink = colours.ink_on(colours.of_sequence(min(holders))) if len(holders) == 1 else "#000000"
             ink = ink if holders else canvas.ink(ax)
             x = (block + 0.47) * pool_stretch
-            ax.text(x, 0.15, block, fontsize=min(points * pool_stretch * 0.45, 9), color=ink, ha="center", va="center")
+            ax.text(
+                x, 0.15, str(block), fontsize=min(points * pool_stretch * 0.45, 9), color=ink, ha="center", va="center"
+            )
     ax.set(xlim=(-0.1, width), ylim=(-0.15, 2.7), xticks=[])
     ax.set_yticks([2.15, 0.15], labels=["logical\nblocks", "physical\nblocks"])
     ax.tick_params(length=0)
