@@ -84,7 +84,8 @@ def test_a_batcher_tells_its_statistics(model):
     assert value(after, "prompt_tokens_total") == stats.prompt_tokens
     assert value(after, "cached_prompt_tokens_total") == stats.cached_tokens > 0
     assert value(after, "step_seconds_total") == stats.seconds > 0
-    assert value(after, "pool_blocks", group="full_attention", state="kept") > 0
+    states = [value(after, "pool_blocks", group="full_attention", state=s) for s in ("used", "kept", "free")]
+    assert states[0] == 0 < states[1] and sum(states) == 64
     before, now = parse(text), parse(after)
     assert all(now[key] >= count for key, count in before.items() if key[0].endswith("_total"))
 

@@ -206,6 +206,9 @@ def test_a_callback_that_raises_fails_the_step_and_nothing_else(enabled):
         forward(model, ids[:, :1], cache, attention_mask=torch.ones(2, 7, dtype=torch.long))
     assert_unchanged(cache, before)
     assert [one.undone for one in recording.steps] == [True]
+    with record(cache, on_step=refuse), pytest.raises(PermissionError):
+        cache.begin_step(2, 1, torch.ones(2, 7, dtype=torch.bool))  # by hand, where nobody sees the pass fail
+    assert_unchanged(cache, before)
 
 
 def test_a_step_that_finds_no_blocks_is_none(model):
