@@ -32,6 +32,7 @@ from hf_paged.pictures import (  # noqa: E402
     text_map,
 )
 from hf_paged.pictures.blocks import State, block_maps  # noqa: E402
+from hf_paged.recording import Span  # noqa: E402
 from tests.helpers import build_model, forward, generate, random_prompts  # noqa: E402
 
 FULL = "full_attention"
@@ -244,6 +245,8 @@ def test_block_tables_are_drawn_with_their_numbers(beams):
         held = Counter(block for table in tables for block in table)
         shared = sum(count for count in held.values() if count > 1)
         assert squares(ax)[colours.KEPT] == shared
+        on_hatching = [text for text in ax.texts if text.get_path_effects()]
+        assert Counter(int(text.get_text()) for text in on_hatching) == {b: n for b, n in held.items() if n > 1}
 
 
 def test_large_block_tables_are_drawn_in_colours_with_a_scale(many):
@@ -310,7 +313,8 @@ def test_the_timeline_has_a_bar_for_each_span_and_a_mark_for_each_end(batch, by)
     for one in batch.requests:
         for span in one.spans:
             ends = (span.first_step, span.end_step) if by == "step" else (span.start, span.end)
-            expected[tuple(round(float(end), 6) for end in ends)] += 1
+            if ends[0] != ends[1]:  # else it waited for no step, which has no width
+                expected[tuple(round(float(end), 6) for end in ends)] += 1
     assert bars == expected
     marks = {line.get_marker(): len(line.get_xdata()) for line in ax.lines}
     assert marks == {"o": 15, "D": 1}
@@ -318,6 +322,20 @@ def test_the_timeline_has_a_bar_for_each_span_and_a_mark_for_each_end(batch, by)
     assert names == ["waiting", "prompt", "decoding", "preempted", "ended", "cancelled"]
     below = ax.figure.axes[1]
     assert below.get_ylabel() == "blocks" and below.get_xlim() == ax.get_xlim()
+
+
+@pytest.mark.parametrize(("times", "told"), ((0, ""), (1, ", preempted once"), (2, ", preempted 2 times")))
+def test_a_timeline_tells_of_what_there_was(model, times, told):
+    with ContinuousBatcher(model, num_blocks=64) as batcher, record(batcher) as recording:
+        batcher.submit([1, 2, 3], max_new_tokens=3).result()
+    (request,) = recording.requests
+    request.spans += [Span("preempted", 0.1, 3, 0.2, 4)] * times
+    ax = draw_timeline(recording)
+    detail = ax.get_title(loc="right")
+    assert detail.startswith("1 request, 3 steps in ") and detail.endswith(f" s{told}")
+    names = [text.get_text() for text in ax.get_legend().get_texts()]
+    # It waited for no step.
+    assert names == ["prompt", "decoding", *["preempted"] * bool(times), "ended"]
 
 
 def test_what_is_empty_can_be_drawn(model):

@@ -94,6 +94,8 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     for line, request in enumerate(shown):
         for span in request.spans:
             left, right = _extent(span, recording, by)
+            if left == right:  # it waited for no step
+                continue
             tall = 0.36 if span.state == "waiting" else 0.8
             bars.setdefault(span.state, []).append(Rectangle((left, line + 0.5 - tall / 2), right - left, tall))
         if request.finish_reason is not None and request.spans:
@@ -118,10 +120,13 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     _name_requests(ax, shown)
     ax.tick_params(labelbottom=False)
     canvas.bare(ax)
-    preemptions = sum(span.state == "preempted" for request in requests for span in request.spans)
+    preempted = sum(span.state == "preempted" for request in requests for span in request.spans)
     more = f", the first {MOST_LINES} drawn" if len(requests) > len(shown) else ""
-    detail = f"{len(requests):,} requests{more}, {recording.num_steps:,} steps in {recording.seconds:.3g} s"
-    canvas.title(ax, "Requests", detail + (f", preempted {preemptions:,} times" if preemptions else ""))
+    plural = "" if len(requests) == 1 else "s"
+    detail = f"{len(requests):,} request{plural}{more}, {recording.num_steps:,} steps in {recording.seconds:.3g} s"
+    if preempted:
+        detail += ", preempted once" if preempted == 1 else f", preempted {preempted:,} times"
+    canvas.title(ax, "Requests", detail)
     canvas.legend_right(ax, handles)
     _blocks(recording, by, below)
     below.set_xlabel(_axis(by))

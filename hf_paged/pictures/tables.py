@@ -11,6 +11,7 @@ from hf_paged.pictures.pool import FILL, HATCH, State
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
     from hf_paged.batching.batcher import ContinuousBatcher
     from hf_paged.cache import PagedCache
@@ -60,7 +61,11 @@ def draw_block_tables(
                 is_shared = held[block] > 1
                 squares.setdefault(None if is_shared else line, []).append(square)
                 ink = "#000000" if is_shared else colours.ink_on(colours.of_sequence(line))
-                ax.text(entry + 0.5, line + 0.53, str(block), color=ink, fontsize=size, ha="center", va="center")
+                number = ax.text(
+                    entry + 0.5, line + 0.53, str(block), color=ink, fontsize=size, ha="center", va="center"
+                )
+                if is_shared:
+                    _clear_ground(number)
     handles = []
     if is_numbered:
         for line, members in squares.items():
@@ -157,9 +162,10 @@ def draw_mapping(
             ink = colours.ink_on(colours.of_sequence(min(holders))) if len(holders) == 1 else "#000000"
             ink = ink if holders else canvas.ink(ax)
             x = (block + 0.47) * pool_stretch
-            ax.text(
-                x, 0.15, str(block), fontsize=min(points * pool_stretch * 0.45, 9), color=ink, ha="center", va="center"
-            )
+            size = min(points * pool_stretch * 0.45, 9)
+            number = ax.text(x, 0.15, str(block), fontsize=size, color=ink, ha="center", va="center")
+            if len(holders) > 1:
+                _clear_ground(number)
     ax.set(xlim=(-0.1, width), ylim=(-0.15, 2.7), xticks=[])
     ax.set_yticks([2.15, 0.15], labels=["logical\nblocks", "physical\nblocks"])
     ax.tick_params(length=0)
@@ -177,6 +183,13 @@ def _shared(*, light: bool) -> dict[str, Any]:
     """Shared blocks; light ones have a number on them."""
     face = colours.KEPT if light else FILL[State.SHARED]
     return {"facecolor": face, "edgecolor": "#909098", "hatch": HATCH[State.SHARED][:3], "linewidth": 0}
+
+
+def _clear_ground(number: Text) -> None:
+    """Keep the hatching away from a number on a shared block."""
+    from matplotlib.patheffects import withStroke
+
+    number.set_path_effects([withStroke(linewidth=3, foreground=colours.KEPT)])
 
 
 def _name_lines(ax: Axes, labels: list[str]) -> None:
