@@ -131,7 +131,7 @@ def test_one_process_is_enough() -> None:
     assert [r.tokens for r in generate_across(model, asked, seed=1, do_sample=True, **OPTIONS)] == expected
     with pytest.raises(NotImplementedError, match="num_beams=3"):
         generate_across(model, asked, num_beams=3, **OPTIONS)
-    with pytest.raises(TypeError, match="one text"):
+    with pytest.raises(TypeError, match="not a str"):
         generate_across(model, "a prompt", **OPTIONS)
     with pytest.raises(BatchError):
         generate_across(model, asked, **(OPTIONS | {"max_new_tokens": 9999}))

@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from hf_paged.batching.many import generate_many
+from hf_paged.batching.many import check_prompts, generate_many
 from hf_paged.batching.requests import BatchError, GenerationResult
 
 
@@ -75,7 +75,8 @@ def generate_across(
         BatchError: requests have failed, in any process; it has the results of all. In every process.
         ProcessError: another process failed as a whole. The one that did raises what it failed with.
     """
-    state, prompts = PartialState(), prompts if isinstance(prompts, str) else list(prompts)
+    check_prompts(prompts)
+    state, prompts = PartialState(), list(prompts)
     if state.num_processes < int(os.environ.get("WORLD_SIZE", 1)):
         warnings.warn(
             "there are several processes, but accelerate knows of one, so that each generates for all prompts; on CPUs "
@@ -87,7 +88,7 @@ def generate_across(
         with state.split_between_processes(list(range(len(prompts)))) as numbers:
             share.results = _generate(
                 model,
-                prompts if isinstance(prompts, str) else [prompts[number] for number in numbers],
+                [prompts[number] for number in numbers],
                 generation_config,
                 first=numbers[0] if numbers else 0,
                 seed=seed,

@@ -63,14 +63,14 @@ def parameter_device(module: torch.nn.Module) -> torch.device:
 def _tokens(model: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[torch.device]]:
     """New tokens of all prompts in both ways, and where the blocks of each layer are."""
     from hf_paged import BlockPool, PagedCache, generate_many, paged_attention
-    from hf_paged.models import cache_keyword
+    from hf_paged.models import cache_keyword, input_device
 
     pool = BlockPool(num_blocks=64)
     results = generate_many(model, prompts, max_new_tokens=NEW_TOKENS, do_sample=False, pool=pool)
     tokens = [result.tokens for result in results]
     with paged_attention(model, compile=False):
         for prompt in prompts:
-            ids = torch.tensor([prompt], device=model.get_input_embeddings().weight.device)
+            ids = torch.tensor([prompt], device=input_device(model))
             output = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
