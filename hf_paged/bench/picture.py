@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 
 from hf_paged.bench.block_sizes import STATIC, WORTH, BlockSizesResult, block_waste, gain, gains, padded_waste
 from hf_paged.bench.decode import DYNAMIC
+from hf_paged.pictures.colours import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours of Okabe and Ito, which every kind of colour vision tells apart; markers and dashes do so in grey.
+# Lines are told apart by markers and dashes, too, as all colours are grey to some.
 STYLES = (
-    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
-    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
-    {"color": "#009E73", "marker": "^", "linestyle": "-."},
-    {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
-    {"color": "#E69F00", "marker": "v", "linestyle": "--"},
-    {"color": "#56B4E9", "marker": "P", "linestyle": "-"},
+    {"color": PALETTE[6], "marker": "o", "linestyle": "-"},
+    {"color": PALETTE[5], "marker": "s", "linestyle": "--"},
+    {"color": PALETTE[2], "marker": "^", "linestyle": "-."},
+    {"color": PALETTE[3], "marker": "D", "linestyle": ":"},
+    {"color": PALETTE[0], "marker": "v", "linestyle": "--"},
+    {"color": PALETTE[1], "marker": "P", "linestyle": "-"},
 )
 
 
