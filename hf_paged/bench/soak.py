@@ -248,7 +248,8 @@ class _Soak:
                 self._note(made, sample.outcome())
 
     def _note(self, made: Made, result: GenerationResult) -> None:
-        plan, reason, count = made.plan, result.finish_reason, len(result.tokens)
+        plan, count = made.plan, len(result.tokens)
+        reason: str = result.finish_reason
         if reason == "error":
             if plan.fails_at and isinstance(result.error, PlannedFault):
                 reason = "failed as planned"
@@ -261,12 +262,12 @@ class _Soak:
             self._problem(f"request {result.index} has {count} tokens of {plan.options['max_new_tokens']}")
         if result.sample == 0:
             self._compare_with_readers(made, result)
-        if reason in ("eos", "length", "stopped") and count:
-            self.latency["first token"].append(result.seconds_to_first_token)
+        first = result.seconds_to_first_token
+        if reason in ("eos", "length", "stopped") and first is not None:
+            self.latency["first token"].append(first)
             self.latency["whole request"].append(result.seconds)
             if count > 1:
-                rest = result.seconds - result.seconds_to_first_token
-                self.latency["each further token"].append(rest / (count - 1))
+                self.latency["each further token"].append((result.seconds - first) / (count - 1))
         if plan.greedy is not None and reason != "error" and count:
             self._keep(plan.greedy, result)
 
@@ -310,8 +311,8 @@ class _Soak:
         left = [thread for thread in threading.enumerate() if thread not in threads_before]
         for thread in left:
             thread.join(max(until - time.monotonic(), 0))
-        if left := [thread.name for thread in left if thread.is_alive()]:
-            self._problem(f"{len(left)} threads are left: {', '.join(left[:4])}")
+        if names := [thread.name for thread in left if thread.is_alive()]:
+            self._problem(f"{len(names)} threads are left: {', '.join(names[:4])}")
 
     def _problem(self, text: str) -> None:
         self.problems.append(text)

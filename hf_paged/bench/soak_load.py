@@ -58,7 +58,8 @@ class Listener(_Fails):
 
     def __init__(self, delay: float, at: int = 0) -> None:
         super().__init__(at)
-        self.delay, self.tokens, self.ended = delay, [], False
+        self.delay, self.ended = delay, False
+        self.tokens: list[int] = []
         self._saw_prompt = False
 
     def put(self, value: torch.Tensor) -> None:
