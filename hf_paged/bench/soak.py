@@ -53,7 +53,8 @@ class SoakOptions:
         num_blocks: of the pool; None for four of the longest requests.
         checks: requests that are compared with generate() alone, at most.
         patience: seconds without any progress after which what has not ended counts as starved.
-        memory_growth: bytes by which the process may grow in the second half.
+        memory_growth: bytes by which the process may grow in the second half. In the first minutes it does grow, less
+            and less: measured with SmolLM2, from 1,102 to 1,229 MiB in 80 s, and to 1,250 in 60 more.
     """
 
     minutes: float = 2.0
@@ -63,7 +64,7 @@ class SoakOptions:
     num_blocks: int | None = None
     checks: int = 16
     patience: float = 30.0
-    memory_growth: int = 64 << 20
+    memory_growth: int = 128 << 20
 
 
 @dataclass
