@@ -111,6 +111,16 @@ def cache_keyword(model: PreTrainedModel) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where `model` takes its token ids: where its embeddings run, for weights that accelerate has offloaded are on no
+    device in between."""
+    embeddings = model.get_input_embeddings()
+    hook = getattr(embeddings, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", [hook])  # of a SequentialHook
+    device = next((h.execution_device for h in hooks if getattr(h, "execution_device", None) is not None), None)
+    return embeddings.weight.device if device is None else torch.empty(0, device=device).device
+
+
 def display_name(model: PreTrainedModel) -> str:
     """What to call `model` in results: its hub id, or the name of its folder without the path to it."""
     name = model.config.name_or_path

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hf_paged import (
     QueueFullError,
     RequestTooLongError,
     enable_paged_attention,
+    generate_many,
     packed_linears,
     paged_attention,
     use_backend,
@@ -579,6 +582,183 @@ def test_requests_from_many_threads():
         assert_all_free(batcher)
     for prompt, tokens in results.values():
         assert tokens == alone(model, prompt, max_new_tokens=len(tokens))
+
+
+class Calls(LogitsProcessor):
+    """Calls back at each token."""
+
+    def __init__(self, back) -> None:
+        self.back = back
+
+    def __call__(self, input_ids, scores):
+        self.back()
+        return scores
+
+
+def in_a_thread(call) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_a_cancel_is_not_lost_while_another_thread_takes_requests_in():
+    model, ends = tiny_model("llama"), threading.Event()
+    with ContinuousBatcher(model, num_blocks=64) as batcher:
+
+        def run() -> None:
+            while not ends.is_set():
+                batcher.step()
+
+        runs = in_a_thread(run)
+        try:
+            for _ in range(300):
+                handle = batcher.submit([1, 2, 3], max_new_tokens=60)
+                handle.cancel()
+                assert handle.result().finish_reason == "cancelled"
+        finally:
+            ends.set()
+            runs.join()
+
+
+def test_a_cancel_during_the_last_step_that_anybody_runs():
+    model, in_step, may_end = tiny_model("llama"), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        in_step.set()
+        may_end.wait(10)
+
+    with ContinuousBatcher(model, num_blocks=64, prefix_cache=False) as batcher:
+        handle = batcher.submit([1, 2, 3], max_new_tokens=9, logits_processor=[Calls(wait)])
+        runs = in_a_thread(batcher.step)
+        in_step.wait(10)
+        handle.cancel()
+        may_end.set()
+        runs.join()
+        assert handle.done and batcher.stats().used_blocks == 0
+
+
+def test_a_batch_is_idle_only_when_every_handle_has_ended():
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64) as batcher:
+        seen, remove = [], batcher._scheduler.remove
+
+        def watched(sequence, **options) -> None:
+            remove(sequence, **options)
+            seen.append((batcher.is_idle, sequence.handle.done))
+
+        batcher._scheduler.remove = watched
+        batcher.submit([1, 2, 3], max_new_tokens=2)
+        batcher.run()
+        assert seen == [(False, False)]
+
+
+def test_closing_does_not_wait_for_those_who_wait():
+    model = tiny_model("llama")
+    for _ in range(5):
+        batcher = ContinuousBatcher(model, num_blocks=640)
+        handles = [batcher.submit([1, 2, 3], max_new_tokens=900) for _ in range(4)]
+        threads = [in_a_thread(handle.result) for handle in handles]
+        while batcher.stats().steps < 3:
+            time.sleep(0.001)
+        steps = batcher.stats().steps
+        batcher.close()
+        assert batcher.stats().steps <= steps + 5
+        for handle, thread in zip(handles, threads, strict=True):
+            thread.join()
+            assert handle.result().finish_reason == "cancelled"
+        assert_all_free(batcher)
+
+
+def test_what_a_step_calls_cannot_close():
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64) as batcher:
+        closes = batcher.submit([1, 2, 3], max_new_tokens=4, logits_processor=[Calls(batcher.close)])
+        with pytest.raises(RuntimeError, match="cannot close"):
+            closes.result()
+        assert batcher.submit([1, 2, 3], max_new_tokens=2).result().tokens
+
+
+def test_a_streamer_that_fails_as_its_request_ends():
+    class Streams(Streamer):
+        def put(self, value):
+            fails.wait(10)
+            raise ZeroDivisionError("mine")
+
+    def last_step() -> None:
+        fails.set()
+        while not batcher._early:  # until the streamer has asked for the end
+            time.sleep(0.001)
+
+    fails = threading.Event()
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64) as batcher:
+        handle = batcher.submit([1, 2], max_new_tokens=1, streamer=Streams(), logits_processor=[Calls(last_step)])
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+
+
+def test_no_more_requests_wait_than_may():
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=64, max_waiting=2) as batcher:
+
+        def submit() -> None:
+            start.wait()
+            try:
+                made.append(batcher.submit([1, 2, 3], max_new_tokens=1, block=False))
+            except QueueFullError:
+                refused.append(1)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for _ in range(20):
+                made, refused, start = [], [], threading.Barrier(6)
+                for thread in [in_a_thread(submit) for _ in range(6)]:
+                    thread.join()
+                assert (len(made), len(refused)) == (2, 4)
+                batcher.run()
+        finally:
+            sys.setswitchinterval(interval)
+
+
+def test_several_batchers_on_one_model():
+    """The last to close leaves the model as the first has found it."""
+    model = build_model("llama")
+    before = model.config._attn_implementation
+    first, second = (ContinuousBatcher(model, num_blocks=64) for _ in range(2))
+    handle = second.submit([1, 2, 3], max_new_tokens=5)
+    first.close()
+    first.close()
+    tokens = handle.result().tokens
+    second.close()
+    assert model.config._attn_implementation == before
+    assert tokens == alone(model, [1, 2, 3], max_new_tokens=5)
+
+
+def test_generate_many_from_several_threads():
+    model, asked, results = build_model("llama"), prompts(5, 17, 9), {}
+
+    def work(number: int) -> None:
+        results[number] = generate_many(model, asked, max_new_tokens=4 + 6 * number, num_blocks=64)
+
+    for thread in [in_a_thread(partial(work, number)) for number in range(3)]:
+        thread.join()
+    for number, some in results.items():
+        assert [result.tokens for result in some] == [alone(model, p, max_new_tokens=4 + 6 * number) for p in asked]
+    assert len(results) == 3 and model.config._attn_implementation != IMPLEMENTATION
+
+
+def test_scores_that_are_no_numbers_fail_their_request_alone():
+    model = build_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = float("nan")
+    with ContinuousBatcher(model, num_blocks=64, prefix_cache=False) as batcher:
+        handles = [
+            batcher.submit(prompt, do_sample=True, seed=number, max_new_tokens=6)
+            for number, prompt in enumerate([[1, 2], [7], [3, 4, 5]])
+        ]
+        with pytest.raises(RuntimeError, match="nan"):
+            handles[1].result()
+        for number in (0, 2):
+            torch.manual_seed(number)
+            expected = alone(model, handles[number].prompt_ids, do_sample=True, max_new_tokens=6)
+            assert handles[number].result().tokens == expected
 
 
 def test_a_full_queue():

@@ -27,6 +27,17 @@ def test_variants_take_turns_and_each_round_begins_with_another() -> None:
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
 
 
+def test_the_order_may_be_by_lot() -> None:
+    names = list("abcde")
+    orders = ["".join(harness.shuffled(names, index)) for index in range(-1, 20)]
+    assert all(sorted(order) == names for order in orders) and len(set(orders)) > 10
+    assert orders == ["".join(harness.shuffled(names, index)) for index in range(-1, 20)]
+    calls: list[str] = []
+    variants = {name: lambda name=name: calls.append(name) for name in names}
+    harness.compare(variants, repeats=2, warmup=0, order=harness.shuffled)
+    assert "".join(calls) == orders[1] + orders[2]
+
+
 def test_ratios_are_taken_within_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     # The machine slows down five times half-way; the variant is twice as fast throughout.
     clock = [0.0]
@@ -180,6 +191,7 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     result = run_suite(tiny_llama, options)
     assert result.passed
     saved = json.loads(json.dumps(result.as_dict()))
+    assert saved["prefill"][0]["length"] == 32 and saved["blocks"]["recommendation"]["block_size"] == 16
     assert saved["decode"][0]["length"] == 32 and saved["memory"]["tokens"] > 0
     assert saved["attention_us"][0]["paged"] > 0
     assert saved["compiled"][0]["new_graphs"] == 1
@@ -189,7 +201,15 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
     console = Console(width=140, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_suite(result, console)
     text = console.export_text()
-    for expected in ("One attention layer", "One decode step", "as static*", "Memory of", "Host time", "2 x 32"):
+    for expected in (
+        "One attention layer",
+        "One decode step",
+        "as static*",
+        "Memory of",
+        "Reading prompts",
+        "Block sizes",
+        "Host time",
+    ):
         assert expected in text
 
 

@@ -26,7 +26,7 @@ from hf_paged.kernels import gpu as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-PEERS = ("varlen_attn", "cuDNN", "generate_batch")  # that a CPU does not have
+PEERS = ("varlen_attn", "cuDNN", "generate_batch", "two devices")  # that a CPU does not have
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ def run_tiny_demo(folder: Path, *options: str) -> object:
 def test_help_names_the_commands() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for expected in ("demo", "bench", "kernels", "plan", "doctor", "Exit codes"):
+    for expected in ("demo", "bench", "soak", "kernels", "plan", "doctor", "Exit codes"):
         assert expected in result.output, expected
 
 
@@ -43,6 +43,7 @@ def test_help_names_the_commands() -> None:
     [
         ("demo", "--model"),
         ("bench", "--model"),
+        ("soak", "--minutes"),
         ("kernels", "--target"),
         ("plan", "--gpu-memory"),
         ("doctor", "--json"),

@@ -4,12 +4,16 @@
 package (`hf_paged/kernels -> ../kernels`), has no `__init__.py`, and is never installed at top level.
 """
 
+import ast
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -110,6 +114,47 @@ def test_wheel_holds_the_whole_package_and_nothing_else(dist):
     assert len(tops) == 2
     assert {name for name in names if name.endswith(".py")} == source_files()
     assert "hf_paged/py.typed" in names
+
+
+def requirement_names(requirements):
+    """Names of the distributions that `requirements` ask for without an extra, normalized."""
+    plain = [requirement for requirement in requirements if "extra ==" not in requirement]
+    return {re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-") for requirement in plain}
+
+
+def test_wheel_says_what_it_is(dist):
+    files = contents(dist.wheel)
+    info = next(name for name in files if name.endswith(".dist-info/METADATA")).removesuffix("METADATA")
+    metadata = Parser().parsestr(files[f"{info}METADATA"].decode())
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "hf_paged" / "__init__.py").read_text(), re.MULTILINE)[1]
+    assert (metadata["Name"], metadata["Version"]) == ("hf-paged", version)
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert files[f"{info}licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert "hf-paged = hf_paged.cli:app" in files[f"{info}entry_points.txt"].decode()
+    assert metadata.get_payload().startswith("# hf-paged")
+    newest = re.search(r"^## \[(.+?)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest[1] == version
+
+
+def test_what_modules_import_at_once_is_a_dependency(dist):
+    # What is optional is imported where it is used.
+    files = contents(dist.wheel)
+    imported = set()
+    for name in source_files():
+        for node in ast.parse(files[name]).body:
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    imported -= {*sys.stdlib_module_names, "hf_paged"}
+    assert {"torch", "numba"} <= imported
+    metadata = Parser().parsestr(next(text for name, text in files.items() if name.endswith("/METADATA")).decode())
+    of_module = importlib.metadata.packages_distributions()
+    found = {of_module[module][0].lower().replace("_", "-") for module in imported}
+    declared = requirement_names(metadata.get_all("Requires-Dist"))
+    # numba brings llvmlite, transformers packaging and tqdm: they would not be without.
+    brought = [requirement_names(importlib.metadata.requires(name) or ()) for name in ("numba", "transformers")]
+    assert found <= declared.union(*brought)
 
 
 def test_sdist_builds_the_same_wheel(dist):

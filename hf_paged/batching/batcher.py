@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_paged.allocator import BlockAllocator
 from hf_paged.batching.handle import RequestHandle
 from hf_paged.batching.requests import FinishReason, QueueFullError
 from hf_paged.batching.rules import read_rules
@@ -68,6 +70,30 @@ class BatcherStats:
     def as_dict(self) -> dict[str, int | float]:
         """The same as a dict, for JSON."""
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+
+class _Enabler:
+    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it."""
+
+    _open: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, int]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        with self._lock:
+            self._counts = model in self._open or not is_enabled(model)
+            enable_paged_attention(model)
+            if self._counts:
+                self._open[model] = self._open.get(model, 0) + 1
+
+    def close(self) -> None:
+        if not self._counts:
+            return
+        with self._lock:
+            self._open[self._model] -= 1
+            if not self._open[self._model]:
+                del self._open[self._model]
+                disable_paged_attention(self._model)
 
 
 class ContinuousBatcher:
@@ -139,7 +165,7 @@ class ContinuousBatcher:
                 "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
             )
         self.pool, self.tokenizer, self._max_waiting = pool, tokenizer, max_waiting
-        self._closed = self._stepping = False
+        self._closing = self._closed = self._stepping = False
         self._lock = threading.Condition()  # guards what other threads touch, and tells them of news
         self._driver = threading.RLock()  # whoever has it runs the steps
         self._inbox: deque[Sequence] = deque()
@@ -148,8 +174,7 @@ class ContinuousBatcher:
         self._num_requests = self._steps = self._prompt_tokens = self._cached_tokens = self._new_tokens = 0
         self._seconds = 0.0
         self._ended = {"finished": 0, "error": 0, "cancelled": 0}
-        self._disables = not is_enabled(core)
-        enable_paged_attention(core)
+        self._enabler = _Enabler(core)
         try:
             self._runner = PackedRunner(core, pool)
             check_packing(core)
@@ -162,8 +187,7 @@ class ContinuousBatcher:
             keeps_prompts = self._limit is None or "rotary frequencies of all" not in self._limit[1]
             self._scheduler = Scheduler(pool, max_step_tokens, min(max_rows, max_step_tokens), keeps_prompts)
         except BaseException:
-            if self._disables:
-                disable_paged_attention(core)
+            self._enabler.close()
             raise
 
     # Requests -----------------------------------------------------------------------------------------------------
@@ -254,10 +278,15 @@ class ContinuousBatcher:
 
     def _end_early(self, handles: list[RequestHandle], reason: FinishReason, error: BaseException | None) -> None:
         self._early.extend((handle, reason, error) for handle in handles)
-        if self._driver.acquire(blocking=False):  # else whoever runs the steps does it before the next
+        self._see_to_ends()
+
+    def _see_to_ends(self) -> None:
+        """Do what `_end_early` was asked, unless another thread runs steps: it comes here when it has stopped."""
+        while self._early and self._driver.acquire(blocking=False):
             try:
-                if not self._stepping:  # which this very thread may do, from within a processor
-                    self._take_in()
+                if self._stepping:  # this very thread, from within a processor: it is done when the step has ended
+                    return
+                self._take_in()
             finally:
                 self._driver.release()
 
@@ -303,13 +332,13 @@ class ContinuousBatcher:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._lock:
-                if self._closed or has_room():
+                if self._closing or has_room():
                     yield
                     return
             try:
                 if not block:
                     raise TimeoutError
-                self.wait(lambda: self._closed or has_room(), deadline and max(deadline - time.monotonic(), 0))
+                self.wait(lambda: self._closing or has_room(), deadline and max(deadline - time.monotonic(), 0))
             except TimeoutError:
                 raise QueueFullError(
                     f"{self._max_waiting} requests are waiting, as many as max_waiting allows; run the batch, or wait "
@@ -321,7 +350,7 @@ class ContinuousBatcher:
         return len(self._inbox) + len(self._scheduler.waiting)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing:
             raise RuntimeError("this batcher is closed; make a new one")
 
     def decode(self, tokens: list[int]) -> str | None:
@@ -337,8 +366,8 @@ class ContinuousBatcher:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs or waits."""
-        scheduler = self._scheduler
-        return not (self._inbox or self._early or scheduler.waiting or scheduler.running)
+        with self._lock:  # a request is in the inbox or live until its handle says that it has ended
+            return not (self._inbox or self._early or self._live)
 
     def wait(self, is_done: Callable[[], bool], timeout: float | None = None) -> None:
         """Wait until `is_done`, and run steps meanwhile if no other thread does.
@@ -351,11 +380,12 @@ class ContinuousBatcher:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"not done after {timeout} seconds; it goes on")
             stepped = False
-            if self._driver.acquire(blocking=False):
+            if not self._closing and self._driver.acquire(blocking=False):
                 try:
                     stepped = self.step()
                 finally:
                     self._driver.release()
+                    self._see_to_ends()
             if not stepped:
                 with self._lock:
                     if not is_done():
@@ -388,6 +418,7 @@ class ContinuousBatcher:
             finally:
                 self._stepping = False
                 self.announce()
+                self._see_to_ends()
 
     def _step(self) -> bool:
         scheduler, began = self._scheduler, time.perf_counter()
@@ -461,14 +492,14 @@ class ContinuousBatcher:
 
     def _take_in(self) -> None:
         """Take up what other threads have asked for."""
+        early = [self._early.popleft() for _ in range(len(self._early))]  # first: their requests were made before
         with self._lock:
             while self._inbox:
                 sequence = self._inbox.popleft()
                 sequence.rules.start_clock()
                 self._live.update([sequence, *sequence.siblings])
                 self._scheduler.add(sequence)
-        while self._early:
-            handle, reason, error = self._early.popleft()
+        for handle, reason, error in early:
             if handle._sequence in self._live:
                 self._end(handle._sequence, reason, error)
         self.announce()
@@ -477,9 +508,10 @@ class ContinuousBatcher:
         # What an error or an interrupt has left is not handed on.
         self._scheduler.remove(sequence, keep=reason in ("eos", "length", "stopped"))
         sequence.forget_ids()
-        self._live.discard(sequence)
-        self._ended[reason if reason in self._ended else "finished"] += 1
-        sequence.handle._end(reason, error)
+        with self._lock:
+            self._ended[reason if reason in self._ended else "finished"] += 1
+            sequence.handle._end(reason, error)
+            self._live.discard(sequence)
         for recording in self.pool.recordings:
             recording.note_request_end(self, sequence, reason)
 
@@ -488,6 +520,10 @@ class ContinuousBatcher:
     def stats(self) -> BatcherStats:
         """Requests, tokens and blocks as they are now."""
         allocators = self.pool.allocators
+        with self.pool.lock:
+            return self._stats(allocators)
+
+    def _stats(self, allocators: list[BlockAllocator]) -> BatcherStats:
         return BatcherStats(
             waiting=self._num_waiting,
             running=len(self._scheduler.running),
@@ -509,15 +545,18 @@ class ContinuousBatcher:
 
     def close(self) -> None:
         """Cancel what has not ended, give every block back, and leave the model as it was before. Harmless twice."""
+        self._closing = True  # nobody who waits begins another step, or this might wait for long
         with self._driver:
+            if self._stepping:
+                self._closing = False
+                raise RuntimeError("a step is running: what it calls cannot close the batcher")
             if self._closed:
                 return
-            self._closed = True
+            self._closing = self._closed = True
             self._take_in()
             for sequence in list(self._live):
                 self._end(sequence, "cancelled")
-            if self._disables:
-                disable_paged_attention(self._model)
+            self._enabler.close()
             self.announce()
 
     # What recordings and pictures look at ---------------------------------------------------------------------------

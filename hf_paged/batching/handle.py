@@ -150,10 +150,10 @@ class RequestHandle:
                     break
             self._streamer.end()
         except Exception as error:
-            if self._reason is None:
-                batcher.fail(self, error)
-            else:
-                self._reason, self._error = "error", error
+            batcher.fail(self, error)
+            batcher.wait_for_news(lambda: self._reason is not None)
+            self._error = error  # it may have ended by itself meanwhile, or before
+            self._reason = "error"
         finally:
             self._streamed = True
             batcher.announce()

@@ -133,11 +133,7 @@ def _submit_all(
     seed: int | None,
     options: dict[str, Any],
 ) -> tuple[ContinuousBatcher, list[RequestHandle]]:
-    if isinstance(prompts, str | Mapping) or (isinstance(prompts, torch.Tensor) and prompts.ndim > 1):
-        raise TypeError(
-            f"prompts is a list of prompts, not a {type(prompts).__name__}: pass texts, or unpadded lists of token ids "
-            "(a tokenizer's input_ids, made without padding and return_tensors)"
-        )
+    check_prompts(prompts)
     batcher = ContinuousBatcher(model, **{name: options.pop(name) for name in _OF_BATCHER if name in options})
     if generation_config is not None:
         options["generation_config"] = generation_config
@@ -158,6 +154,15 @@ def _submit_all(
         batcher.close()
         raise
     return batcher, handles
+
+
+def check_prompts(prompts: Any) -> None:
+    """Raises TypeError where a single prompt, or a padded batch, was given for a list of prompts."""
+    if isinstance(prompts, str | Mapping) or (isinstance(prompts, torch.Tensor) and prompts.ndim > 1):
+        raise TypeError(
+            f"prompts is a list of prompts, not a {type(prompts).__name__}: pass texts, or unpadded lists of token ids "
+            "(a tokenizer's input_ids, made without padding and return_tensors)"
+        )
 
 
 def _bar(total: int, progress: bool | None) -> tqdm:

@@ -22,6 +22,8 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 from transformers.generation import logits_process as processing
 
+from hf_paged.models import input_device
+
 GENERATE_DOES = "continuous batching does not do it. Use model.generate(..., past_key_values=PagedCache(model.config))"
 
 _MUST_BE = {
@@ -121,7 +123,7 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
         quiet["use_cache"] = True  # some models' own settings do without
     if options.get("pad_token_id", config.pad_token_id) is None:
         quiet["pad_token_id"] = 0  # nothing is padded, and generate() need not say that it chose one
-    ids = torch.tensor([prompt_ids], dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor([prompt_ids], dtype=torch.long, device=input_device(model))
     _refuse(config, options | quiet)
     model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take_down, **(options | quiet))
     config = taken["generation_config"]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_paged.allocator import BlockTable
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.layer_kinds import group_layers, is_recurrent, layer_kinds
-from hf_paged.models import cache_keyword
+from hf_paged.models import cache_keyword, input_device
 from hf_paged.packed import PackedCache, PackedStep
 from hf_paged.pool import BlockPool
 
@@ -47,7 +47,7 @@ class PackedRunner:
             raise refusal(model, reason)
         pool.bind(group_layers(kinds, kwargs))
         self.model, self.pool = model, pool
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self._cache = PackedCache(pool, len(kinds))
         parameters = inspect.signature(model.forward).parameters
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -152,7 +152,7 @@ def _given_by_generate(model: PreTrainedModel) -> list[_Given]:
         caught.update(kwargs)
         raise _Caught
 
-    ids = torch.tensor([_probe_sequences(model)[-1]], device=model.get_input_embeddings().weight.device)
+    ids = torch.tensor([_probe_sequences(model)[-1]], device=input_device(model))
     options = {"num_beams": 1, "num_return_sequences": 1, "max_new_tokens": 1, "use_cache": True, "pad_token_id": 0}
     hook = model.register_forward_pre_hook(catch, with_kwargs=True)
     try:

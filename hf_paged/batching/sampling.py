@@ -43,15 +43,22 @@ def draw(sequences: List[Sequence], logits: torch.Tensor) -> dict[Sequence, Exce
     for rows in together.values():
         members = [sequences[row] for row in rows]
         scores = members[0].rules.processors(None, logits[rows].float())
-        tokens = _sample(members, scores).tolist()
-        for position, (sequence, token) in enumerate(zip(members, tokens, strict=True)):
-            _take(sequence, token, scores[position : position + 1], failed)
+        probabilities, drawn = scores.softmax(dim=-1), {}
+        for position, sequence in enumerate(members):
+            try:
+                drawn[position] = _sample(sequence, probabilities[position : position + 1])
+            except Exception as error:  # as of probabilities that are NaN
+                failed[sequence] = error
+        tokens = torch.cat(list(drawn.values())).tolist() if drawn else []  # read from the device at once
+        for position, token in zip(drawn, tokens, strict=True):
+            _take(members[position], token, scores[position : position + 1], failed)
     for row in alone:
         sequence = sequences[row]
         try:
             scores = logits[row : row + 1].to(copy=True, dtype=torch.float32)
             scores = sequence.rules.processors(sequence.ids(logits.device), scores)
-            chosen = _sample([sequence], scores) if sequence.rules.do_sample else scores.argmax(dim=-1)
+            do_sample = sequence.rules.do_sample
+            chosen = _sample(sequence, scores.softmax(dim=-1)) if do_sample else scores.argmax(dim=-1)
         except Exception as error:
             failed[sequence] = error
         else:
@@ -59,15 +66,9 @@ def draw(sequences: List[Sequence], logits: torch.Tensor) -> dict[Sequence, Exce
     return failed
 
 
-def _sample(sequences: List[Sequence], scores: torch.Tensor) -> torch.Tensor:
-    """`[sequences]`: tokens drawn from `[sequences, vocabulary]` scores, each with the sequence's own generator."""
-    probabilities = scores.softmax(dim=-1)
-    return torch.cat(
-        [
-            torch.multinomial(probabilities[row : row + 1], 1, generator=sequence.generator)[0]
-            for row, sequence in enumerate(sequences)
-        ]
-    )
+def _sample(sequence: Sequence, probabilities: torch.Tensor) -> torch.Tensor:
+    """`[1]`: a token drawn by `[1, vocabulary]` probabilities, with the sequence's own generator."""
+    return torch.multinomial(probabilities, 1, generator=sequence.generator)[0]
 
 
 def _take(sequence: Sequence, token: int, scores: torch.Tensor, failed: dict[Sequence, Exception]) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_paged.bench.harness import Comparison, compare, measure_read_bandwidth, synchronizer
+from hf_paged.bench.harness import Comparison, Order, compare, measure_read_bandwidth, synchronizer
 from hf_paged.models import cache_keyword
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 DYNAMIC, PAGED = "dynamic", "paged"
+_WARMUP = 2  # calls of each side that are not timed
 _BASE_LENGTH = 16  # short enough that a step's time is all but independent of the cache
 
 
@@ -103,7 +104,9 @@ def measure_decode(
         rounds: how often each side is timed.
         steps: decode steps in one timing.
     """
-    from hf_paged import enable_paged_attention
+    from transformers import DynamicCache
+
+    from hf_paged import PagedCache, enable_paged_attention
 
     say = progress or (lambda text: None)
     say(f"prefill of {max(point.length for point in points):,} tokens")
@@ -112,11 +115,16 @@ def measure_decode(
     enable_paged_attention(twin)
 
     def measure(point: DecodePoint, name: str) -> tuple[Comparison, float]:
-        return _measure_point(
+        blocks = point.batch * -(-(point.length + room_of(rounds, steps)) // block_size)
+        caches = {
+            DYNAMIC: DynamicCache(config=model.config),
+            PAGED: PagedCache(model.config, block_size=block_size, num_blocks=blocks),
+        }
+        return time_steps(
             {DYNAMIC: model, PAGED: twin},
+            caches,
             prefix,
             point,
-            block_size=block_size,
             rounds=rounds,
             steps=steps,
             progress=lambda text: say(f"decode {name}: {text}"),
@@ -144,42 +152,44 @@ def share_weights(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(t): t for t in itertools.chain(model.parameters(), model.buffers())})
 
 
-def _measure_point(
-    models: dict[str, PreTrainedModel],
+def room_of(rounds: int, steps: int) -> int:
+    """Tokens that each row grows by in `time_steps`."""
+    return steps * (rounds + _WARMUP)
+
+
+def time_steps(
+    models: Mapping[str, PreTrainedModel],
+    caches: Mapping[str, Cache],
     prefix: Sequence[tuple[torch.Tensor, torch.Tensor]],
     point: DecodePoint,
     *,
-    block_size: int,
     rounds: int,
     steps: int,
+    order: Order | None = None,
     progress: Callable[[str], object],
 ) -> tuple[Comparison, float]:
-    """Seconds per decode step of each side, and the relative difference of their last logits."""
-    from transformers import DynamicCache
+    """Fill the caches, and time decode steps of each side in turn; the first side is the baseline.
 
-    from hf_paged import PagedCache
-
-    model = models[DYNAMIC]
-    warmup = 2
-    room = steps * (rounds + warmup)
-    blocks = point.batch * -(-(point.length + room) // block_size)
-    caches = {
-        DYNAMIC: DynamicCache(config=model.config),
-        PAGED: PagedCache(model.config, block_size=block_size, num_blocks=blocks),
-    }
+    Returns:
+        Seconds per decode step of each side, and the largest difference of any side's last logits from the baseline's,
+        relative to the largest logit.
+    """
     for cache in caches.values():
         fill(cache, prefix, point)
-    ids = random_ids(model, (point.batch, room))
+    baseline = next(iter(caches))
+    ids = random_ids(models[baseline], (point.batch, room_of(rounds, steps)))
     decoders = {name: _Decoder(models[name], caches[name], point.length, ids) for name in caches}
     comparison = compare(
         {name: lambda decoder=decoder: decoder.run(steps) for name, decoder in decoders.items()},
         repeats=rounds,
-        warmup=warmup,
+        warmup=_WARMUP,
         units=steps,
-        sync=synchronizer(model.device),
+        order=order,
+        sync=synchronizer(models[baseline].device),
         progress=progress,
     )
-    return comparison, relative_difference(decoders[PAGED].logits, decoders[DYNAMIC].logits)
+    want = decoders[baseline].logits
+    return comparison, max(relative_difference(decoder.logits, want) for decoder in decoders.values())
 
 
 def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -12,6 +12,7 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -21,6 +22,9 @@ from typing import Any
 
 import psutil
 import torch
+
+Order = Callable[[Sequence[str], int], list[str]]
+"""Names and the number of a round, to the names in the order of that round."""
 
 OUT_OF_CACHE = 256 << 20  # bytes to go round in, more than CPU caches hold
 
@@ -113,6 +117,7 @@ def compare(
     repeats: int = 10,
     warmup: int = 1,
     units: int = 1,
+    order: Order | None = None,
     sync: Callable[[], object] | None = None,
     progress: Callable[[str], object] | None = None,
 ) -> Comparison:
@@ -122,6 +127,7 @@ def compare(
         variants: what to run, by name. Each is called once a round, and `warmup` times before the first.
         repeats: rounds that count.
         units: how much work one call does (decode steps, say); timings are per unit.
+        order: in which the variants run in a round; `rotated` unless given.
         sync: called before every reading of the clock, such as `torch.cuda.synchronize`.
         progress: told in words where the measurement is, between the calls that are timed.
     """
@@ -136,7 +142,7 @@ def compare(
         for index in range(-warmup, repeats):
             if progress:
                 progress(f"warming up {index + warmup + 1}/{warmup}" if index < 0 else f"round {index + 1}/{repeats}")
-            for name in rotated(names, index):
+            for name in (order or rotated)(names, index):
                 elapsed = _timed(variants[name], sync)
                 if index >= 0:
                     seconds[name].append(elapsed / units)
@@ -152,6 +158,12 @@ def rotated(names: Sequence[str], index: int) -> list[str]:
     """`names` in the order of round `index`: each round begins with another one."""
     start = index % len(names)
     return [*names[start:], *names[:start]]
+
+
+def shuffled(names: Sequence[str], index: int) -> list[str]:
+    """`names` in an order by lot, the same for every run of round `index`. What a variant leaves behind (idle threads,
+    caches) then falls on all others, where by `rotated` it always falls on the next one."""
+    return random.Random(f"round {index}").sample(names, len(names))
 
 
 def synchronizer(device: torch.device | str) -> Callable[[], object] | None:

@@ -12,11 +12,21 @@ from rich.text import Text
 from hf_paged.bench import compiled
 from hf_paged.bench.batching import BATCH, PADDED, BatchingResult, CapacityResult
 from hf_paged.bench.beams import BeamResult
+from hf_paged.bench.block_sizes import (
+    AGAIN,
+    STATIC,
+    BlockSizePoint,
+    BlockSizesResult,
+    Verdict,
+    block_waste,
+    padded_waste,
+)
 from hf_paged.bench.compiled import CompiledResult
 from hf_paged.bench.decode import DYNAMIC, PAGED, DecodeResult
-from hf_paged.bench.harness import Ratio, Timing
+from hf_paged.bench.harness import Comparison, Ratio, Timing
 from hf_paged.bench.host import LENGTH, ROWS, HostResult
 from hf_paged.bench.memory import TARGET, MemoryResult
+from hf_paged.bench.prefill import PrefillResult
 from hf_paged.bench.suite import AttentionResult, SuiteResult
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ def print_suite(result: SuiteResult, console: Console) -> None:
     console.print(Text(str(result.machine), "dim"))
     if result.attention:
         _print_attention(result.attention, console)
+    if result.prefill:
+        _print_prefill(result.prefill, console)
     if result.decode:
         _print_decode(result.decode, console)
     if result.compiled:
@@ -45,6 +57,8 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         _print_batching(batching, console)
     if result.capacity:
         _print_capacity(result.capacity, console)
+    if result.blocks:
+        _print_blocks(result.blocks, console)
     if result.host:
         _print_host(result.host, console)
     if result.launch:
@@ -67,6 +81,24 @@ def _print_attention(results: Sequence[AttentionResult], console: Console) -> No
         )
     console.print(table, highlight=False)
     console.print("[dim]Medians over rounds; keys and values come from memory, not from a CPU cache.[/]")
+
+
+def _print_prefill(results: Sequence[PrefillResult], console: Console) -> None:
+    table = _table("Reading prompts with the model")
+    for column in ("rows x tokens", "dynamic, ms", "paged, ms", "times as fast", "tokens a second, paged"):
+        table.add_column(column, justify="right")
+    for result in results:
+        timings = result.comparison.timings
+        table.add_row(
+            str(result.point),
+            _milliseconds(timings[DYNAMIC]),
+            _milliseconds(timings[PAGED]),
+            _times(result.comparison.ratio(PAGED)),
+            f"{result.point.batch * result.point.length / timings[PAGED].median:,.0f}",
+            style=None if result.agrees else "red",
+        )
+    console.print(table, highlight=False)
+    _print_disagreements(results, console)
 
 
 def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
@@ -128,7 +160,9 @@ def _print_compiled(results: Sequence[CompiledResult], console: Console) -> None
     _print_disagreements(results, console)
 
 
-def _print_disagreements(results: Sequence[DecodeResult | CompiledResult], console: Console) -> None:
+def _print_disagreements(
+    results: Sequence[PrefillResult | DecodeResult | CompiledResult | BlockSizePoint], console: Console
+) -> None:
     for result in results:
         if not result.agrees:
             console.print(
@@ -161,6 +195,49 @@ def _print_capacity(result: CapacityResult, console: Console) -> None:
     )
     table.add_row("blocks", str(result.paged_requests), f"{result.paged_tokens_per_second:.1f}")
     console.print(table)
+
+
+def _print_blocks(result: BlockSizesResult, console: Console) -> None:
+    smallest = str(result.sizes[0])
+    paddings = {DYNAMIC: "DynamicCache", STATIC: "StaticCache"}
+    sides = {smallest: smallest, AGAIN: f"{smallest} again"} | {str(size): str(size) for size in result.sizes[1:]}
+
+    def add_row(table: Table, comparison: Comparison, side: str, *cells: str) -> None:
+        ratio = "" if side == smallest else _times(comparison.ratio(side, smallest))
+        name = (sides | paddings)[side]
+        table.add_row(
+            name, _milliseconds(comparison.timings[side]), ratio, *cells, style="dim" if side == AGAIN else None
+        )
+
+    for found in result.points:
+        table = _table(f"Block sizes: decode steps of {found.point}")
+        for column in ("tokens a block", "decode, ms", f"as fast as {smallest}", "KV, MB", "waste"):
+            table.add_column(column, justify="right")
+        length = found.point.length
+        waste = {str(size): block_waste(length, size) for size in result.sizes} | {AGAIN: None}
+        for side in (*sides, *paddings):
+            share = waste.get(side, padded_waste(length))
+            cells = () if share is None else (f"{found.kv_bytes[side] / 1e6:,.1f}", f"{share:.1%}")
+            add_row(table, found.steps, side, *cells)
+        console.print(table, highlight=False)
+    for prefill in result.prefills:
+        table = _table(f"Block sizes: prompts of {prefill.point}")
+        for column in ("tokens a block", "prefill, ms", f"as fast as {smallest}"):
+            table.add_column(column, justify="right")
+        for side in (*sides, *paddings):
+            add_row(table, prefill.comparison, side)
+        console.print(table, highlight=False)
+    console.print(
+        f"[dim]Medians ± the distance between the quartiles, and medians (quartiles) of the ratios to blocks of "
+        f"{smallest} over the rounds; what a second cache with such blocks gives is chance. KV: bytes at the end of "
+        "the decode steps. Waste: slots without a token, for rows from half the length to half as much again; "
+        "DynamicCache and StaticCache (not compiled) pad them to the longest.[/]",
+        highlight=False,
+    )
+    colour = {Verdict.STAY: "green", Verdict.CHANGE: "cyan", Verdict.UNSURE: "yellow"}
+    recommendation = result.recommendation
+    console.print(f"\n[bold {colour[recommendation.verdict]}]{escape(recommendation.text)}[/]", highlight=False)
+    _print_disagreements((*result.points, *result.prefills), console)
 
 
 def _print_host(result: HostResult, console: Console) -> None:

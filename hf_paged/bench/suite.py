@@ -19,29 +19,50 @@ from hf_paged.bench.batching import (
     measure_capacity,
 )
 from hf_paged.bench.beams import BeamResult, measure_beams
+from hf_paged.bench.block_sizes import POINTS as BLOCK_POINTS
+from hf_paged.bench.block_sizes import QUICK_POINTS as QUICK_BLOCK_POINTS
+from hf_paged.bench.block_sizes import SIZES, BlockSizesResult, measure_block_sizes
 from hf_paged.bench.compiled import CompiledResult, measure_compiled
 from hf_paged.bench.decode import POINTS, QUICK_POINTS, DecodePoint, DecodeResult, measure_decode
 from hf_paged.bench.harness import Machine, describe_machine
 from hf_paged.bench.host import HostResult, measure_host
 from hf_paged.bench.launch import measure_launches
 from hf_paged.bench.memory import LENGTHS, QUICK_LENGTHS, MemoryResult, measure_memory
+from hf_paged.bench.prefill import PrefillResult, measure_prefill
 from hf_paged.models import display_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PARTS = ("attention", "decode", "compiled", "memory", "beams", "batching", "capacity", "host", "launch")
+PARTS = (
+    "attention",
+    "prefill",
+    "decode",
+    "compiled",
+    "memory",
+    "beams",
+    "batching",
+    "capacity",
+    "blocks",
+    "host",
+    "launch",
+)
 
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """What to measure: `quick` chooses what the other fields leave open."""
+    """What to measure: `quick` chooses what the other fields leave open.
+
+    Attributes:
+        block_size: of all parts but `blocks`, which compares `block_sizes`.
+    """
 
     quick: bool = False
     parts: Collection[str] = PARTS
     points: Sequence[DecodePoint] | None = None
     rounds: int | None = None
     block_size: int = 16
+    block_sizes: Sequence[int] = SIZES
 
 
 @dataclass(frozen=True)
@@ -75,6 +96,7 @@ class SuiteResult:
     block_size: int
     machine: Machine
     attention: tuple[AttentionResult, ...] = ()
+    prefill: tuple[PrefillResult, ...] = ()
     decode: tuple[DecodeResult, ...] = ()
     compiled: tuple[CompiledResult, ...] = ()
     compiled_error: str | None = None
@@ -83,15 +105,22 @@ class SuiteResult:
     beams: BeamResult | None = None
     batching: tuple[BatchingResult, ...] = ()
     capacity: CapacityResult | None = None
+    blocks: BlockSizesResult | None = None
     host: HostResult | None = None
     launch: Mapping[str, float | str] | None = None
     """As `measure_launches`, or an error."""
 
     @property
+    def title(self) -> str:
+        """What was measured where, in a few words."""
+        machine = self.machine.cpu if self.device == "cpu" else self.machine.accelerator or self.device
+        return f"{self.model}, {self.dtype}, {machine}"
+
+    @property
     def passed(self) -> bool:
         """Whether both sides computed the same wherever they were compared."""
-        compared = (*self.decode, *self.compiled)
-        return all(result.agrees for result in compared) and (self.beams is None or self.beams.agrees)
+        compared = (*self.prefill, *self.decode, *self.compiled, self.beams, self.blocks)
+        return all(result is None or result.agrees for result in compared)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -102,6 +131,7 @@ class SuiteResult:
             "machine": self.machine.as_dict(),
             "passed": self.passed,
             "attention_us": [result.as_dict() for result in self.attention],
+            "prefill": [result.as_dict() for result in self.prefill],
             "decode": [result.as_dict() for result in self.decode],
             "compiled": [result.as_dict() for result in self.compiled],
             "compiled_error": self.compiled_error,
@@ -109,6 +139,7 @@ class SuiteResult:
             "beams": self.beams.as_dict() if self.beams else None,
             "batching": [result.as_dict() for result in self.batching],
             "capacity": self.capacity.as_dict() if self.capacity else None,
+            "blocks": self.blocks.as_dict() if self.blocks else None,
             "host": self.host.as_dict() if self.host else None,
             "launch": dict(self.launch) if self.launch else None,
         }
@@ -128,6 +159,9 @@ def run_suite(
     memory = None
     if "attention" in options.parts and model.device.type == "cpu":  # it calls the kernels for CPUs
         attention = tuple(_measure_attention(model, points, block_size, progress or (lambda text: None)))
+    prefill: tuple[PrefillResult, ...] = ()
+    if "prefill" in options.parts:
+        prefill = tuple(measure_prefill(model, points, block_size=block_size, rounds=rounds, progress=progress))
     if "decode" in options.parts:
         decode = tuple(measure_decode(model, points, block_size=block_size, rounds=rounds, progress=progress))
     compiled: tuple[CompiledResult, ...] = ()
@@ -153,6 +187,10 @@ def run_suite(
     if "capacity" in options.parts and can_batch(model):
         sizes = {"reserved_requests": 2, "max_length": 256, "num_requests": 12} if options.quick else {}
         capacity = measure_capacity(model, block_size=block_size, progress=progress, **sizes)
+    blocks = None
+    if "blocks" in options.parts:
+        few_points = options.points or (QUICK_BLOCK_POINTS if options.quick else BLOCK_POINTS)
+        blocks = measure_block_sizes(model, few_points, options.block_sizes, rounds=rounds, progress=progress)
     host = None
     if "host" in options.parts and model.device.type == "cpu":
         host = measure_host(model, progress)
@@ -170,6 +208,7 @@ def run_suite(
         block_size=block_size,
         machine=describe_machine(),
         attention=attention,
+        prefill=prefill,
         decode=decode,
         compiled=compiled,
         compiled_error=compiled_error,
@@ -177,6 +216,7 @@ def run_suite(
         beams=beams,
         batching=batching,
         capacity=capacity,
+        blocks=blocks,
         host=host,
         launch=launch,
     )

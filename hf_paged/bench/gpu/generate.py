@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_paged.bench.gpu.device import Bench
 from hf_paged.bench.gpu.recorder import Skip
 from hf_paged.bench.gpu.results import Result, Target
+from hf_paged.bench.gpu.spread import compare_over_two_devices
 
 if TYPE_CHECKING:
     from hf_paged import BlockPool
@@ -66,6 +67,7 @@ def measure_generate(bench: Bench) -> None:
     for batch in sizes.batches:
         label = f"{batch} x {sizes.prompt:,}"
         recorder.measure("generate", f"{label} generate_batch", partial(batched, batch), peer=True, cap=60.0)
+    recorder.measure("generate", "tokens over two devices", partial(compare_over_two_devices, bench))
     # Last, since compilation is slow.
     for what, run, peer in (("PagedCache, compiled", compiled, False), ("StaticCache", static, True)):
         left = sizes.compile_cap
