@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
+for package in ("nbclient", "ipykernel", "matplotlib"):
+    pytest.importorskip(package)
 
 from notebooks.execute import main, run, stderr_of  # noqa: E402
 
@@ -42,7 +44,7 @@ def test_a_notebook_says_what_it_shows_and_is_short(path):
     notebook = nbformat.read(path, as_version=4)
     first = notebook.cells[0]
     assert first.cell_type == "markdown" and first.source.startswith("# ") and len(first.source.split()) > 20
-    assert 10 <= len(notebook.cells) <= 30
+    assert 10 <= len(notebook.cells) <= 22
     assert any(re.search("^ *assert ", cell.source, re.MULTILINE) for cell in code_cells(notebook))
 
 
