@@ -120,7 +120,7 @@ def record(
     draw_occupancy(recording)
     ```
 
-    Steps are logged, too: each at level DEBUG of the logger `hf_paged.steps`, and the whole at INFO.
+    Steps are logged, too: each at level DEBUG of the logger "hf_paged.steps", and the whole at INFO.
 
     Args:
         target: what to watch. Blocks are always counted over the whole pool.

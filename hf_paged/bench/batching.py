@@ -101,46 +101,55 @@ def measure_batching(
     plain, ours = without_eos(model), without_eos(model)
     plain.set_attn_implementation("sdpa")
     enable_paged_attention(ours)
-    tokens: dict[str, list[list[int]]] = {}
-
-    def padded() -> None:
-        tokens[PADDED] = []
-        for first in range(0, len(ids), ROWS):
-            rows, wanted = ids[first : first + ROWS], workload.new_tokens[first : first + ROWS]
-            output = generate_padded(plain, rows, max(wanted))
-            tokens[PADDED] += [row[:count] for row, count in zip(output, wanted, strict=True)]
-
-    def batch() -> None:
-        tokens[BATCH] = generate_batch(plain, ids, workload.new_tokens)
-
-    blocks = sum(
-        -(-(length + count) // block_size) for length, count in zip(workload.prompts, workload.new_tokens, strict=True)
-    )
-
-    def many(model: PreTrainedModel, name: str) -> None:
-        with ContinuousBatcher(model, num_blocks=blocks, block_size=block_size) as batcher:
-            handles = [
-                batcher.submit(prompt, max_new_tokens=count, do_sample=False)
-                for prompt, count in zip(ids, workload.new_tokens, strict=True)
-            ]
-            batcher.run()
-            tokens[name] = [handle.tokens for handle in handles]
-
-    variants = {PADDED: padded, BATCH: batch, MANY: partial(many, ours, MANY)}
+    ways = {
+        PADDED: partial(_padded, plain),
+        BATCH: partial(generate_batch, plain),
+        MANY: partial(_many, ours, block_size),
+    }
     report = None
     if model.device.type == "cpu":
         packed = without_eos(model)
         report = pack_linears(packed)
         if report.packed:
-            variants[PACKED] = partial(many, packed, PACKED)
+            ways[PACKED] = partial(_many, packed, block_size)
+    tokens: dict[str, list[list[int]]] = {}
+
+    def run(name: str) -> None:
+        tokens[name] = ways[name](ids, workload.new_tokens)
+
+    for way in ways.values():  # a few tokens, so that nothing is made for the first time below
+        way(ids[:2], (4, 4))
     comparison = compare(
-        variants,
+        {name: partial(run, name) for name in ways},
         repeats=rounds,
+        warmup=0,
         sync=synchronizer(model.device),
         progress=lambda text: progress(f"{workload.name}, {text}") if progress else None,
     )
     same = [a == b for a, b in zip(tokens[PADDED], tokens[MANY], strict=True)]
     return BatchingResult(workload, comparison, sum(same) / len(same), report.packed if report else 0)
+
+
+def _padded(model: PreTrainedModel, ids: Sequence[list[int]], new_tokens: Sequence[int]) -> list[list[int]]:
+    tokens: list[list[int]] = []
+    for first in range(0, len(ids), ROWS):
+        rows, wanted = ids[first : first + ROWS], new_tokens[first : first + ROWS]
+        output = generate_padded(model, rows, max(wanted))
+        tokens += [row[:count] for row, count in zip(output, wanted, strict=True)]
+    return tokens
+
+
+def _many(
+    model: PreTrainedModel, block_size: int, ids: Sequence[list[int]], new_tokens: Sequence[int]
+) -> list[list[int]]:
+    blocks = sum(-(-(len(prompt) + count) // block_size) for prompt, count in zip(ids, new_tokens, strict=True))
+    with ContinuousBatcher(model, num_blocks=blocks, block_size=block_size) as batcher:
+        handles = [
+            batcher.submit(prompt, max_new_tokens=count, do_sample=False)
+            for prompt, count in zip(ids, new_tokens, strict=True)
+        ]
+        batcher.run()
+        return [handle.tokens for handle in handles]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     ended; below them the blocks in use.
 
     Args:
-        recording: of `hf_paged.record(batcher)`, or of its pool.
+        recording: what `record` gives for a batcher or its pool.
         by: `step` or `seconds`.
         ax: where to draw; by default a new figure. The blocks go below it.
 
