@@ -126,11 +126,12 @@ def disable_paged_attention(model: torch.nn.Module) -> torch.nn.Module:
     Returns:
         The same model.
     """
-    _disable(find_model(model))
+    undo_enable(find_model(model))
     return unpack_linears(model)
 
 
-def _disable(core: PreTrainedModel) -> None:
+def undo_enable(core: PreTrainedModel) -> None:
+    """`disable_paged_attention` for a transformers model whose linear layers stay as they are."""
     state = vars(core).pop(_STATE, None)
     for name in (SHARES_PROMPTS, COMPILES, EAGER_BECAUSE, GRAPHS):
         vars(core).pop(name, None)
@@ -153,7 +154,7 @@ def paged_attention(
         yield model
     finally:
         if before is None:
-            _disable(core)
+            undo_enable(core)
             if not had_packed_linears:
                 unpack_linears(model)
         else:

@@ -22,7 +22,7 @@ from hf_paged import (
     RequestTooLongError,
     enable_paged_attention,
     generate_many,
-    packed_linears,
+    pack_linears,
     paged_attention,
     use_backend,
 )
@@ -887,17 +887,15 @@ def test_half_precision():
         assert batcher.pool.storages[0].key_blocks.dtype == torch.bfloat16
 
 
-def test_packed_linears():
+def test_packed_linears_stay_packed():
     model = build_model("llama")
-    with ContinuousBatcher(model, num_blocks=64) as batcher, packed_linears(model, min_speedup=0.0) as report:
-        assert report.packed
-        handles = [batcher.submit(p, max_new_tokens=8) for p in prompts(5, 9)]
-        batcher.run()
-    for handle in handles:
-        assert_alone(model, handle, max_new_tokens=8)
-
-
-# What no model may do behind a packed step's back ---------------------------------------------------------------------
+    report = pack_linears(model, min_speedup=0.0)
+    asked = prompts(5, 9)
+    for _ in range(2):
+        results = generate_many(model, asked, max_new_tokens=8, num_blocks=64)
+        assert [result.tokens for result in results] == [alone(model, p, max_new_tokens=8) for p in asked]
+        packed = [module for module in model.modules() if type(module).__name__ == "PackedLinear"]
+        assert len(packed) == report.packed > 0
 
 
 def refused(model, message: str) -> BaseException | None:

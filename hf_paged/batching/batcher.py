@@ -25,7 +25,7 @@ from hf_paged.batching.sequences import Sequence
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.layer_kinds import group_layers, layer_kinds
 from hf_paged.packed import PackedStep
-from hf_paged.patches.enable import disable_paged_attention, enable_paged_attention, find_model, is_enabled
+from hf_paged.patches.enable import enable_paged_attention, find_model, is_enabled, undo_enable
 from hf_paged.patches.prompts import model_key
 from hf_paged.pool import BlockPool
 
@@ -93,7 +93,7 @@ class _Enabler:
             self._open[self._model] -= 1
             if not self._open[self._model]:
                 del self._open[self._model]
-                disable_paged_attention(self._model)
+                undo_enable(self._model)
 
 
 class ContinuousBatcher:
