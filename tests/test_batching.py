@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    SynthIDTextWatermarkingConfig,
+)
 
 from hf_paged import (
     IMPLEMENTATION,
@@ -19,9 +27,11 @@ from hf_paged import (
     ContinuousBatcher,
     PagedCache,
     QueueFullError,
+    Request,
     RequestTooLongError,
     enable_paged_attention,
     generate_many,
+    iterate_many,
     pack_linears,
     paged_attention,
     use_backend,
@@ -279,8 +289,11 @@ def test_what_generate_refuses_is_refused():
             batcher.submit([1, 2], num_return_sequences=3)  # greedily
         with pytest.raises(ValueError, match="tokenizer"):
             batcher.submit([1, 2], stop_strings=["x"])
-        with pytest.raises((ValueError, NotImplementedError), match="no_such_option"):
-            batcher.submit([1, 2], no_such_option=1)
+        with pytest.raises(TypeError, match=r"max_new_token= is not known; did you mean max_new_tokens="):
+            batcher.submit([1, 2], max_new_token=1)
+        for prompt in (3, [[1, 2]], [1.5], ["a"]):
+            with pytest.raises(TypeError, match="a prompt is a list of token ids"):
+                batcher.submit(prompt)
 
 
 @pytest.mark.parametrize(
@@ -1035,3 +1048,81 @@ def test_sinusoidal_positions_end_as_well():
         pytest.raises(NotImplementedError, match="beyond 128"),
     ):
         batcher.submit([1, 2, 3], max_new_tokens=126)
+
+
+def test_samples_have_processors_of_their_own():
+    """SynthID's watermark keeps a state for each row."""
+    model, [prompt] = tiny_model("llama"), prompts(7)
+    mark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3, 4, 5, 6, 7], ngram_len=3)
+    options = {"max_new_tokens": 12, "top_k": 0, "do_sample": True, "watermarking_config": mark}
+    results = generate_many(model, [Request(prompt, num_return_sequences=3)], seed=4, num_blocks=30, **options)
+    for number, result in enumerate(results):
+        torch.manual_seed(4 + number)
+        assert result.tokens == alone(model, prompt, **options)
+
+
+def test_what_a_model_says_of_its_own_caching_is_no_wish_of_the_request():
+    model, [prompt] = build_model("llama"), prompts(7)
+    expected = alone(model, prompt, max_new_tokens=4)
+    model.generation_config.cache_implementation = "hybrid"
+    with ContinuousBatcher(model, num_blocks=16) as batcher:
+        assert batcher.submit(prompt, max_new_tokens=4).result().tokens == expected
+        with pytest.raises(NotImplementedError, match="cache_implementation='hybrid'"):
+            batcher.submit(prompt, cache_implementation="hybrid")
+
+
+def test_a_criterion_of_length_that_is_reached_already_lets_one_token_through():
+    model, [prompt] = tiny_model("llama"), prompts(7)
+    options = {"stopping_criteria": [MaxLengthCriteria(3)], "repetition_penalty": 1.3, "max_new_tokens": 5}
+    [result] = generate_many(model, [prompt], num_blocks=16, **options)
+    assert result.tokens == alone(model, prompt, **options) and len(result.tokens) == 1
+
+
+def test_a_batcher_that_nobody_closes_leaves_the_model_as_it_was():
+    model = build_model("llama")
+    before = model.config._attn_implementation
+    batcher = ContinuousBatcher(model, num_blocks=16)
+    batcher.submit([1, 2], max_new_tokens=2).result()
+    del batcher
+    gc.collect()
+    assert model.config._attn_implementation == before
+    events = iterate_many(model, [[1, 2]], max_new_tokens=3, num_blocks=16)
+    assert model.config._attn_implementation == IMPLEMENTATION
+    del events
+    gc.collect()
+    assert model.config._attn_implementation == before
+
+
+def test_an_error_in_a_result_does_not_keep_the_pool():
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    pool = BlockPool(num_blocks=8)
+    asked = [[1, 2], Request([1, 2], logits_processor=[Calls(fail)]), Request([1, 2], max_new_tokens=999)]
+    results = generate_many(tiny_model("llama"), asked, pool=pool, max_new_tokens=3, raise_errors=False)
+    held = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert [result.finish_reason for result in results] == ["length", "error", "error"]
+    assert held() is None
+    assert "in fail\n" in results[1].error.__notes__[0]
+
+
+def test_batches_of_a_model_that_counts_positions_in_several_threads():
+    """Positions of one batch's step are told to no other's."""
+    model = build("bart", "BartForCausalLM", "CAUSAL_LM")
+    asked, results = prompts(7, 4), {}
+    expected = [alone(model, prompt, max_new_tokens=20) for prompt in asked]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+
+        def work(number: int) -> None:
+            with ContinuousBatcher(model, num_blocks=16) as batcher:
+                results[number] = [batcher.submit(asked[number], max_new_tokens=20).result().tokens for _ in range(4)]
+
+        for thread in [in_a_thread(partial(work, number)) for number in range(2)]:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == {number: [tokens] * 4 for number, tokens in enumerate(expected)}

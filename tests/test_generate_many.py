@@ -18,6 +18,7 @@ from hf_paged import (
     generate_many,
     iterate_many,
 )
+from hf_paged.batching import runner
 from tests.helpers import build_model, tiny_model
 from tests.test_batching import alone, prompts
 
@@ -172,3 +173,15 @@ def test_texts_with_the_real_model(smollm2):
     assert answer.prompt_ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert "Paris" in answer.text
     assert results[4].finish_reason == "stopped" and results[4].text.endswith("7")
+
+
+def test_stop_strings_of_the_model_itself(smollm2):
+    model, tokenizer = smollm2
+    runner._given.pop(model, None)
+    runner._checked.pop(model, None)
+    model.generation_config.stop_strings = ["7"]
+    try:
+        [result] = generate_many(model, ["1, 2, 3, 4,"], tokenizer=tokenizer, num_blocks=24, max_new_tokens=16)
+    finally:
+        model.generation_config.stop_strings = None
+    assert result.finish_reason == "stopped" and result.text.endswith("7")

@@ -6,9 +6,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -87,9 +88,11 @@ class _Enabler:
                 self._open[model] = self._open.get(model, 0) + 1
 
     def close(self) -> None:
-        if not self._counts:
-            return
+        """Harmless twice."""
         with self._lock:
+            if not self._counts:
+                return
+            self._counts = False
             self._open[self._model] -= 1
             if not self._open[self._model]:
                 del self._open[self._model]
@@ -175,9 +178,10 @@ class ContinuousBatcher:
         self._seconds = 0.0
         self._ended = {"finished": 0, "error": 0, "cancelled": 0}
         self._enabler = _Enabler(core)
+        weakref.finalize(self, self._enabler.close)  # of a batcher that nobody closes
         try:
-            self._runner = PackedRunner(core, pool)
-            check_packing(core)
+            self._runner = PackedRunner(core, pool, tokenizer)
+            check_packing(core, tokenizer)
             if not pool.is_sized:
                 self._runner.size_pool()
             self._limit = position_limit(core)
@@ -238,11 +242,14 @@ class ContinuousBatcher:
             raise ValueError("a streamer takes one sequence; leave out num_return_sequences")
         if rules.do_sample and seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
+        # Some processors keep a state; one that the caller has made is shared by the samples all the same.
+        alone = options | {"num_return_sequences": 1}
+        all_rules = [rules, *(read_rules(self._model, ids, alone) for _ in range(1, rules.num_samples))]
         with self._room(block, timeout):
             self._check_open()
             index, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = []
-            for sample in range(rules.num_samples):
+            for sample, rules in enumerate(all_rules):
                 order = (self._steps - priority * AGING, index, sample)
                 sequence = Sequence(ids, rules, order, len(self.pool.groups))
                 if rules.do_sample:
@@ -306,7 +313,13 @@ class ContinuousBatcher:
             if prompt.ndim != 1 or prompt.dtype.is_floating_point:
                 raise ValueError(f"a prompt is one row of token ids, not {prompt.dtype} of shape {tuple(prompt.shape)}")
             prompt = prompt.tolist()
-        ids = [int(token) for token in prompt]
+        ids = list(prompt) if isinstance(prompt, Iterable) else [None]
+        if not all(isinstance(token, Integral) for token in ids):
+            raise TypeError(
+                f"a prompt is a list of token ids, a tensor of one row, a text or a chat, not {prompt!r:.60}; a "
+                "list of several prompts goes to generate_many"
+            )
+        ids = [int(token) for token in ids]
         if not ids:
             raise ValueError("a prompt is empty; give it one token at least, such as the tokenizer's bos_token_id")
         size = self._model.get_input_embeddings().weight.shape[0]
@@ -496,7 +509,8 @@ class ContinuousBatcher:
         with self._lock:
             while self._inbox:
                 sequence = self._inbox.popleft()
-                sequence.rules.start_clock()
+                for each in (sequence, *sequence.siblings):
+                    each.rules.start_clock()
                 self._live.update([sequence, *sequence.siblings])
                 self._scheduler.add(sequence)
         for handle, reason, error in early:

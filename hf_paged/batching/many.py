@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ PROGRESS_AFTER = 3.0
 
 _OF_BATCHER = (
     *("tokenizer", "block_size", "num_blocks", "max_memory", "prefix_cache", "pool"),
-    *("max_step_tokens", "max_rows"),
+    *("max_step_tokens", "max_rows", "max_waiting"),
 )
 
 
@@ -77,7 +78,7 @@ def generate_many(
             return now == len(samples)
 
         batcher.wait(are_done)
-        results = [sample.outcome() for sample in samples]
+        results = [_light(sample.outcome()) for sample in samples]
     if raise_errors and any(result.error is not None for result in results):
         raise BatchError(results)
     return results
@@ -105,14 +106,15 @@ def iterate_many(
         NotImplementedError, ValueError: as for `generate_many`, at the call.
     """
     batcher, handles = _submit_all(model, prompts, generation_config, seed, options)
-    return _iterate(batcher, [sample for handle in handles for sample in handle.samples], tokens)
+    events = _iterate(batcher, [sample for handle in handles for sample in handle.samples], tokens)
+    next(events)  # from here on it closes the batcher, whatever becomes of it
+    return events
 
 
-def _iterate(
-    batcher: ContinuousBatcher, open_ones: list[RequestHandle], tokens: bool
-) -> Iterator[GenerationResult | NewToken]:
+def _iterate(batcher: ContinuousBatcher, open_ones: list[RequestHandle], tokens: bool) -> Iterator[Any]:
     given = dict.fromkeys(open_ones, 0)
     with batcher:
+        yield None
         while given:
             batcher.wait(lambda: any(h.done or (tokens and h.num_tokens > n) for h, n in given.items()))
             for handle in list(given):
@@ -123,7 +125,7 @@ def _iterate(
                         yield NewToken(handle.index, handle.sample, token)
                 if is_done:
                     del given[handle]
-                    yield handle.outcome()
+                    yield _light(handle.outcome())
 
 
 def _submit_all(
@@ -163,6 +165,17 @@ def check_prompts(prompts: Any) -> None:
             f"prompts is a list of prompts, not a {type(prompts).__name__}: pass texts, or unpadded lists of token ids "
             "(a tokenizer's input_ids, made without padding and return_tensors)"
         )
+
+
+def _light(result: GenerationResult) -> GenerationResult:
+    """A result whose error tells its traceback as a note. The frames themselves would hold on to the pool."""
+    error = result.error
+    if error is not None and error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_exception(error)))
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    return result
 
 
 def _bar(total: int, progress: bool | None) -> tqdm:

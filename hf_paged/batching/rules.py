@@ -7,6 +7,9 @@ of generate() with the same arguments would be, in every version of transformers
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +37,9 @@ _MUST_BE = {
     "constraints": None,
     "force_words_ids": None,
     "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "is_assistant": False,
+    "use_mtp": False,
     "token_healing": False,
     "use_cache": True,
     "return_dict_in_generate": False,
@@ -49,6 +55,9 @@ _MUST_BE = {
     "guidance_scale": 1,
 }
 """Settings of a GenerationConfig that a batch cannot honour, and the value at which they ask for nothing."""
+
+_CACHING = ("cache_implementation", "cache_config", "compile_config")
+"""How generate() would cache. A model's own config may say so for all calls; a batch has its pool."""
 
 _NAMED = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 """What a request may bring besides a GenerationConfig and its settings."""
@@ -105,11 +114,15 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
 
     Raises:
         NotImplementedError: an option that a batch cannot honour, by name.
-        ValueError, TypeError: what generate() itself refuses.
+        TypeError: an option that is misspelt.
+        ValueError: what generate() itself refuses.
     """
     allowed = {*vars(GenerationConfig()), *_NAMED, "generation_config", "tokenizer"}
     for name, value in options.items():
         if name not in allowed and value is not None:
+            meant = difflib.get_close_matches(name, allowed, n=1, cutoff=0.8)
+            if meant and name not in _known_elsewhere(model):
+                raise TypeError(f"{name}= is not known; did you mean {meant[0]}=?")
             raise NotImplementedError(f"{name}= was given: {GENERATE_DOES}")
     taken: dict[str, Any] = {}
 
@@ -124,10 +137,10 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
     if options.get("pad_token_id", config.pad_token_id) is None:
         quiet["pad_token_id"] = 0  # nothing is padded, and generate() need not say that it chose one
     ids = torch.tensor([prompt_ids], dtype=torch.long, device=input_device(model))
-    _refuse(config, options | quiet)
+    _refuse(config, options | quiet, () if options.get("generation_config") is not None else _CACHING)
     model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=take_down, **(options | quiet))
     config = taken["generation_config"]
-    _refuse(config, {})
+    _refuse(config, {}, _CACHING)
 
     processors, criteria = taken["logits_processor"], taken["stopping_criteria"]
     eos_tokens: set[int] = set()
@@ -147,14 +160,23 @@ def read_rules(model: PreTrainedModel, prompt_ids: list[int], options: dict[str,
         processors=processors,
         criteria=rest,
         eos_tokens=frozenset(eos_tokens),
-        max_length=min(lengths),
+        max_length=max(min(lengths), len(prompt_ids) + 1),  # generate() chooses one token before it asks
         num_samples=config.num_return_sequences or 1,
         together=together,
     )
 
 
-def _refuse(config: GenerationConfig, options: dict[str, Any]) -> None:
+def _known_elsewhere(model: PreTrainedModel) -> set[str]:
+    """Arguments of generate() and of the model."""
+    return {*inspect.signature(model.generate).parameters, *inspect.signature(model.forward).parameters}
+
+
+def _refuse(config: GenerationConfig, options: dict[str, Any], unless_asked: Sequence[str]) -> None:
+    """
+    Args:
+        unless_asked: settings that count only among the options.
+    """
     for name, harmless in _MUST_BE.items():
-        value = options.get(name, getattr(config, name, None))
+        value = options.get(name, None if name in unless_asked else getattr(config, name, None))
         if value is not None and value != harmless:
             raise NotImplementedError(f"{name}={value!r} was asked for: {GENERATE_DOES}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from hf_paged.allocator import BlockTable
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.layer_kinds import group_layers, is_recurrent, layer_kinds
 from hf_paged.models import cache_keyword, input_device
-from hf_paged.packed import PackedCache, PackedStep
+from hf_paged.packed import PackedCache, PackedStep, running
 from hf_paged.pool import BlockPool
 
 PROBE_LENGTHS = (7, 3, 9)
@@ -33,12 +34,13 @@ class PackedRunner:
     Args:
         model: enabled for paged attention.
         pool: its blocks.
+        tokenizer: if the model's own generation config has stop strings.
 
     Raises:
         NotImplementedError: the model cannot take packed sequences; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, pool: BlockPool) -> None:
+    def __init__(self, model: PreTrainedModel, pool: BlockPool, tokenizer: Any = None) -> None:
         if (reason := _why_not(model)) is not None:
             raise refusal(model, reason)
         kinds, kwargs = layer_kinds(model.config)
@@ -46,7 +48,7 @@ class PackedRunner:
             reason = f"it has layers of kind {', '.join(recurrent)}, whose states would run from one row into the next"
             raise refusal(model, reason)
         pool.bind(group_layers(kinds, kwargs))
-        self.model, self.pool = model, pool
+        self.model, self.pool, self.tokenizer = model, pool, tokenizer
         self.device = input_device(model)
         self._cache = PackedCache(pool, len(kinds))
         parameters = inspect.signature(model.forward).parameters
@@ -80,7 +82,7 @@ class PackedRunner:
             options["logits_to_keep"] = keep if len(wanted) else torch.zeros(1, dtype=torch.long, device=self.device)
         cache.begin(step)
         try:
-            with _counting(self._counters, positions):
+            with _counting(self._counters, cache, positions):
                 output = self.model(input_ids=torch.tensor([ids], dtype=torch.long, device=self.device), **options)
             cache.check_read()
         finally:
@@ -98,7 +100,7 @@ class PackedRunner:
         Args:
             positions: `[tokens]` long: the place of each in its sequence.
         """
-        return {given.name: given.at(positions) for given in _given_by_generate(self.model)}
+        return {given.name: given.at(positions) for given in _given_by_generate(self.model, self.tokenizer)}
 
     def size_pool(self) -> None:
         """Feed one token, and take it back: a pool without a number of blocks settles it when it sees keys."""
@@ -137,7 +139,7 @@ _BESIDE = ("input_ids", "attention_mask", "cache_position", "labels")
 """Inputs with something for each token that packed steps do not take from generate()."""
 
 
-def _given_by_generate(model: PreTrainedModel) -> list[_Given]:
+def _given_by_generate(model: PreTrainedModel, tokenizer: Any = None) -> list[_Given]:
     """What generate() gives a model with every token of a text: positions, which some models begin at 1 or want in
     several dimensions, and types of tokens.
 
@@ -147,8 +149,11 @@ def _given_by_generate(model: PreTrainedModel) -> list[_Given]:
     if model in _given:
         return _given[model]
     caught: dict[str, Any] = {}
+    mine = threading.get_ident()
 
     def catch(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != mine:
+            return  # another thread's pass
         caught.update(kwargs)
         raise _Caught
 
@@ -157,7 +162,7 @@ def _given_by_generate(model: PreTrainedModel) -> list[_Given]:
     hook = model.register_forward_pre_hook(catch, with_kwargs=True)
     try:
         with contextlib.suppress(_Caught):
-            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            model.generate(ids, attention_mask=torch.ones_like(ids), tokenizer=tokenizer, **options)
     finally:
         hook.remove()
     length, found = ids.shape[1], []
@@ -180,10 +185,12 @@ def _modules_that_count(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def _counting(modules: list[torch.nn.Module], positions: torch.Tensor) -> Iterator[None]:
-    """Within, these modules are told positions."""
+def _counting(modules: list[torch.nn.Module], cache: PackedCache, positions: torch.Tensor) -> Iterator[None]:
+    """Within, these modules are told positions, in the step of this cache alone: other threads use the model too."""
 
-    def tell(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def tell(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if running.get() is not cache:
+            return None
         told = kwargs.get("position_ids")  # by the model, which has counted too
         return args, kwargs | {"position_ids": positions[None] if told is None else positions.expand_as(told)}
 
@@ -198,7 +205,7 @@ def _counting(modules: list[torch.nn.Module], positions: torch.Tensor) -> Iterat
 _checked: weakref.WeakKeyDictionary[PreTrainedModel, torch.dtype] = weakref.WeakKeyDictionary()
 
 
-def check_packing(model: PreTrainedModel) -> None:
+def check_packing(model: PreTrainedModel, tokenizer: Any = None) -> None:
     """Compare packed steps with a model's own forward pass, given what generate() gives, once for a model.
 
     Three short sequences are fed side by side, and then more tokens of each, in each other's company. Each position's
@@ -214,7 +221,7 @@ def check_packing(model: PreTrainedModel) -> None:
     if _checked.get(model) == model.dtype:
         return
     sequences, pool = _probe_sequences(model), BlockPool(block_size=16, num_blocks=len(PROBE_LENGTHS))
-    runner = PackedRunner(model, pool)
+    runner = PackedRunner(model, pool, tokenizer)
     tables = [[BlockTable() for _ in pool.groups] for _ in sequences]
     fed = [0] * len(sequences)
     doing = "it does not run with tokens alone"
