@@ -82,12 +82,18 @@ def paged_attention_forward(
     """
     handle: Handle | StepHandle | PackedHandle | None = getattr(key, HANDLE, None)
     if handle is None:
-        if (cache := running.get()) is not None and query.shape[2] == cache.step.num_tokens:
-            cache.check_read()
-            raise NotImplementedError(f"{type(module).__name__} attends to keys that are not in the cache")
+        if not torch.compiler.is_compiling():  # no graph is made of a packed step
+            _refuse_in_packed_step(module, query)
         return dense_attention(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     attend = _ATTEND[type(handle)]
     return attend(handle, module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+
+
+def _refuse_in_packed_step(module: torch.nn.Module, query: torch.Tensor) -> None:
+    cache = running.get()
+    if cache is not None and query.shape[2] == cache.step.num_tokens:
+        cache.check_read()
+        raise NotImplementedError(f"{type(module).__name__} attends to keys that are not in the cache")
 
 
 @on_the_host
