@@ -175,8 +175,28 @@ def test_blocks_take_at_most_four_percent_above_the_tokens(tiny_llama: LlamaForC
     assert measure_memory(tiny_llama).paged_overhead <= 0.04
 
 
+@pytest.fixture
+def without_generate_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' own batching takes half a minute to find out how much memory there is."""
+    from hf_paged.bench import batching
+
+    def one_by_one(model, ids, new_tokens):
+        return [batching.generate_padded(model, [row], count)[0] for row, count in zip(ids, new_tokens, strict=True)]
+
+    monkeypatch.setattr(batching, "generate_batch", one_by_one)
+
+
+@pytest.mark.slow
+def test_generate_batch_does_the_workload(tiny_llama: LlamaForCausalLM) -> None:
+    from hf_paged.bench import batching
+
+    ids = [[5, 6, 7], [8, 9]]
+    expected = [batching.generate_padded(tiny_llama, [row], count)[0] for row, count in zip(ids, (4, 6), strict=True)]
+    assert batching.generate_batch(batching.without_eos(tiny_llama), ids, (4, 6)) == expected
+
+
 def test_another_token_shows_in_the_share_that_agrees(
-    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, without_generate_batch: None
 ) -> None:
     from hf_paged.bench import batching
 
@@ -186,7 +206,7 @@ def test_another_token_shows_in_the_share_that_agrees(
     assert result.agrees == 0.0
 
 
-def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM) -> None:
+def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM, without_generate_batch: None) -> None:
     options = SuiteOptions(points=[DecodePoint(2, 32)], rounds=2, quick=True)
     result = run_suite(tiny_llama, options)
     assert result.passed
