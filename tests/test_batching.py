@@ -36,6 +36,7 @@ from hf_paged import (
     paged_attention,
     use_backend,
 )
+from hf_paged.batching import batcher as batcher_module
 from hf_paged.batching import runner
 from hf_paged.models import cache_keyword
 from hf_paged.sweep.tiny import build
@@ -1091,6 +1092,25 @@ def test_a_batcher_that_nobody_closes_leaves_the_model_as_it_was():
     del events
     gc.collect()
     assert model.config._attn_implementation == before
+
+
+def test_a_batcher_may_be_collected_while_another_is_made(monkeypatch):
+    """The garbage collector runs when it likes, also while a model is being enabled."""
+    old, new = build_model("llama"), build_model("llama")
+    before, forgotten, enable = old.config._attn_implementation, [ContinuousBatcher(old, num_blocks=16)], []
+
+    def collect(model):
+        forgotten.clear()
+        gc.collect()
+        enable.append(model)
+        return enable_paged_attention(model)
+
+    monkeypatch.setattr(batcher_module, "enable_paged_attention", collect)
+    thread = threading.Thread(target=lambda: ContinuousBatcher(new, num_blocks=16).close(), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and enable == [new]
+    assert old.config._attn_implementation == new.config._attn_implementation == before
 
 
 def test_an_error_in_a_result_does_not_keep_the_pool():

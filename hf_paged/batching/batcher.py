@@ -74,24 +74,43 @@ class BatcherStats:
 
 
 class _Enabler:
-    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it."""
+    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it.
+
+    The garbage collector may close one while this very thread has the lock. So whoever closes one hands it over, and
+    whoever has the lock, or gets it, does the rest.
+    """
 
     _open: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, int]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    _handed_over: ClassVar[deque[_Enabler]] = deque()
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        with self._lock:
-            self._counts = model in self._open or not is_enabled(model)
-            enable_paged_attention(model)
-            if self._counts:
-                self._open[model] = self._open.get(model, 0) + 1
+        try:
+            with self._lock:
+                self._counts = model in self._open or not is_enabled(model)
+                enable_paged_attention(model)
+                if self._counts:
+                    self._open[model] = self._open.get(model, 0) + 1
+        finally:
+            self._close_all()
 
     def close(self) -> None:
         """Harmless twice."""
-        with self._lock:
-            if not self._counts:
-                return
+        self._handed_over.append(self)
+        self._close_all()
+
+    @classmethod
+    def _close_all(cls) -> None:
+        while cls._handed_over and cls._lock.acquire(blocking=False):
+            try:
+                while cls._handed_over:
+                    cls._handed_over.popleft()._close()
+            finally:
+                cls._lock.release()
+
+    def _close(self) -> None:
+        if self._counts:
             self._counts = False
             self._open[self._model] -= 1
             if not self._open[self._model]:
@@ -178,7 +197,7 @@ class ContinuousBatcher:
         self._seconds = 0.0
         self._ended = {"finished": 0, "error": 0, "cancelled": 0}
         self._enabler = _Enabler(core)
-        weakref.finalize(self, self._enabler.close)  # of a batcher that nobody closes
+        weakref.finalize(self, self._enabler.close).atexit = False  # of a batcher that nobody closes
         try:
             self._runner = PackedRunner(core, pool, tokenizer)
             check_packing(core, tokenizer)
