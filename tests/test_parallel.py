@@ -145,7 +145,7 @@ def test_processes_that_accelerate_does_not_know_of(monkeypatch: pytest.MonkeyPa
 
 def test_the_example(tiny_llama_folder: Path) -> None:
     script = ROOT / "examples" / "several_processes.py"
-    if not script.exists():
+    if not script.parent.is_dir():  # the sdist has the tests without them; a checkout never skips
         pytest.skip("examples are not part of this distribution")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     command += ["--model", str(tiny_llama_folder), "--max-new-tokens", "3"]

@@ -77,7 +77,7 @@ def test_the_comparison_for_two_gpus_runs_on_one_cpu(tmp_path: Path) -> None:
 
 def test_the_example(tiny_llama_folder: Path) -> None:
     script = ROOT / "examples" / "several_devices.py"
-    if not script.exists():
+    if not script.parent.is_dir():  # the sdist has the tests without them; a checkout never skips
         pytest.skip("examples are not part of this distribution")
     command = [sys.executable, str(script), "--model", str(tiny_llama_folder), "--max-new-tokens", "3"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
