@@ -26,7 +26,7 @@ class Parking:
     """
 
     def __init__(self, drain: Callable[[], bool]) -> None:
-        self._drain = drain
+        self.drain = drain
         self._rows: dict[tuple[int, int], weakref.ref[Holder]] = {}
         self.prefixes: PrefixIndex | None = None
         """Prompts that are kept, if they are."""
@@ -40,7 +40,7 @@ class Parking:
     def reclaim(self, allocator: BlockAllocator) -> bool:
         """Release the row that was parked first, or else the kept block that was used last long ago; False if there is
         nothing to release."""
-        if self._drain():
+        if self.drain():
             return True
         while self._rows:
             key = next(iter(self._rows))

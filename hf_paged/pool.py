@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import OrderedDict, deque
@@ -13,7 +14,8 @@ import psutil
 import torch
 from accelerate.utils import convert_file_size_to_int
 
-from hf_paged.allocator import BlockAllocator, BlockTable, check_block_size
+from hf_paged.allocator import BlockAllocator, BlockTable, Growth, check_block_size
+from hf_paged.errors import OutOfBlocksError
 from hf_paged.parking import Parking
 from hf_paged.prefix import PrefixIndex
 from hf_paged.storage import LayerStorage
@@ -61,6 +63,12 @@ class _PoolLock:
     def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
+        if self._depth == 1:  # something may have been given back after the last holder had looked
+            try:
+                self._on_free()
+            except BaseException:
+                self.__exit__()
+                raise
 
     def __exit__(self, *error: object) -> None:
         try:
@@ -207,6 +215,31 @@ class BlockPool:
         if self.lock.take_if_free():
             self.lock.__exit__()
 
+    def grow(
+        self, group: int, tables: Sequence[BlockTable], counts: Sequence[int], needed_from: Sequence[int] | None = None
+    ) -> Growth:
+        """`BlockAllocator.grow`, which fails only once no block is left to caches that nobody can reach any more. The
+        caller has the lock."""
+        allocator = self.allocators[group]
+        try:
+            return allocator.grow(tables, counts, needed_from)
+        except OutOfBlocksError:
+            own = {block for table in tables for block in table.blocks}
+            if allocator.num_used <= len(own) or not self.collect_garbage():
+                raise
+        return allocator.grow(tables, counts, needed_from)
+
+    def collect_garbage(self) -> bool:
+        """Have dead caches give back their blocks: one that is part of a reference cycle (an exception's traceback holds
+        all frames' variables) waits for Python's garbage collector, which does not know that blocks are scarce.
+
+        Returns:
+            Whether there were any.
+        """
+        with self.lock:
+            gc.collect()
+            return self.parking.drain()
+
     def bind(self, groups: Sequence[LayerGroup]) -> None:
         """Adopt the layout of a model, or check that it is the one adopted before.
 
@@ -318,13 +351,16 @@ class _Drain:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on `device` now; for a CPU, what the system calls available."""
+    """Bytes that are free on `device` now, including what torch has cached for tensors to come; for a CPU, what the
+    system calls available."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     if device.type == "xpu":
-        return torch.xpu.mem_get_info(device)[0]
+        cached = torch.xpu.memory_reserved(device) - torch.xpu.memory_allocated(device)
+        return torch.xpu.mem_get_info(device)[0] + cached
     return psutil.virtual_memory().available
 
 

@@ -201,7 +201,7 @@ class Rows:
                     window = pool.freed_behind(group)
                     # The first new token sees `window` tokens, itself included.
                     start = None if window is None else np.maximum(before - (window - 1), 0).tolist()
-                    growths.append(allocator.grow(tables[group], counts, start))
+                    growths.append(pool.grow(group, tables[group], counts, start))
                 if self._lost:
                     step.context_lens[list(self._lost)] = 0
                     self._note_lost()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import logging
 import threading
 import weakref
@@ -133,6 +134,10 @@ class _Graphs:
         runs = self._runs.get(shape, 0)
         with self._lock if not runs else nullcontext():
             yield
+        if not runs:
+            # Compilation leaves frames in reference cycles, and each holds its callers', down to generate() and its
+            # cache. torch collects the young ones; the others would hold blocks until a full collection.
+            gc.collect()
         if runs < 3:
             self._runs[shape] = runs + 1
 

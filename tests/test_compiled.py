@@ -130,6 +130,30 @@ def test_torch_reports_no_recompilation(llama: PreTrainedModel, caplog: pytest.L
         torch._logging.set_logs()
 
 
+def test_compilation_keeps_no_cache_alive(llama: PreTrainedModel) -> None:
+    """What is left of it in reference cycles may be frames, which hold their callers'."""
+
+    def leave_a_cycle(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        frame = inspect.currentframe()  # noqa: F841
+        gc.collect()  # what outlives this is old, and torch collects only what is young
+        return module.forward
+
+    ids, mask = random_prompts(RAGGED)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        cache = PagedCache(llama.config)
+        llama.generation_config.compile_config = CompileConfig(fullgraph=True, backend=leave_a_cycle, mode=None)
+        generate(llama, ids, mask, cache)
+        alive = weakref.ref(cache)
+        del cache
+        assert graphs() == 1 and alive() is None
+    finally:
+        if collecting:
+            gc.enable()
+
+
 def test_batch_sizes_beyond_the_limit_decode_eagerly(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     other = build_model("llama", seed=1)
     with caplog.at_level(logging.WARNING, "hf_paged"), torch._dynamo.config.patch(recompile_limit=3):

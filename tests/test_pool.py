@@ -531,3 +531,35 @@ def test_a_cache_that_dies_while_the_pool_is_busy_gives_its_blocks_back_at_the_e
         assert allocator.num_used == 2
     assert allocator.num_used == 1
     allocator.check(table for tables in keeper._rows.tables for table in tables)
+
+
+def test_blocks_of_a_cache_in_a_reference_cycle_are_found_when_they_are_needed():
+    """As when an exception's traceback holds the variables of generate()."""
+    model = tiny_model("llama")
+    pool = BlockPool(num_blocks=2)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        lost = PagedCache(model.config, pool=pool)
+        feed(lost, 1, 20)
+        lost.itself = lost
+        del lost
+        assert pool.allocators[0].num_used == 2
+        cache = PagedCache(model.config, pool=pool)
+        feed(cache, 1, 17)
+        assert cache.stats().used_blocks == 2
+        check_books(cache)
+        with pytest.raises(OutOfBlocksError, match="only 0 of 2 are free"):
+            feed(PagedCache(model.config, pool=pool), 1, 1)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+def test_memory_that_torch_has_cached_is_free(monkeypatch, kind):
+    device = getattr(torch, kind)
+    monkeypatch.setattr(device, "mem_get_info", lambda device: (1000, 5000), raising=False)
+    monkeypatch.setattr(device, "memory_reserved", lambda device: 3000, raising=False)
+    monkeypatch.setattr(device, "memory_allocated", lambda device: 800, raising=False)
+    assert pool_module.free_memory(torch.device(kind, 0)) == 3200

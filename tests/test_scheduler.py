@@ -15,6 +15,7 @@ from hf_paged.batching.batcher import AGING
 from hf_paged.batching.scheduler import Scheduler
 from hf_paged.batching.sequences import Sequence
 from hf_paged.pool import LayerGroup
+from hf_paged.rows import Rows
 
 FULL = LayerGroup("full_attention", None, (0, 1))
 WINDOW = LayerGroup("sliding_attention", 8, (2,))
@@ -216,6 +217,17 @@ def test_where_others_hold_the_blocks_it_says_so():
         s.next_step()
     s.pool.allocators[0].release(foreign)
     assert len(advance(s)) == 1
+
+
+def test_blocks_of_others_that_nobody_can_reach_are_found():
+    s = scheduler(num_blocks=4)
+    lost = Rows(s.pool, 1)
+    lost.tables, lost.itself = [[BlockTable()]], lost
+    s.pool.allocators[0].grow(lost.tables[0], [12])
+    s.add(sequence(s, 8))
+    del lost
+    assert len(advance(s)) == 1
+    assert s.pool.allocators[0].num_used == 2
 
 
 def test_an_undone_step_has_stored_nothing():

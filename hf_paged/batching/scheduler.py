@@ -84,6 +84,8 @@ class Scheduler:
             picked = self._pick(may_admit)
             if not picked:
                 if self.waiting and not self.running:
+                    if self.pool.collect_garbage():
+                        continue
                     first = self.waiting[0]
                     free, total = min((a.num_free, a.num_blocks) for a in self.pool.allocators)
                     raise OutOfBlocksError(self._blocks_ahead(first, 0), free, total, self.pool.block_size)
@@ -93,6 +95,8 @@ class Scheduler:
                 step.allocate()
             except OutOfBlocksError:
                 if len(self.running) == 1:
+                    if self.pool.collect_garbage():
+                        continue
                     raise
                 self._preempt(self.running[-1])
                 may_admit = False
