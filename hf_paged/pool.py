@@ -230,8 +230,8 @@ class BlockPool:
         return allocator.grow(tables, counts, needed_from)
 
     def collect_garbage(self) -> bool:
-        """Have dead caches give back their blocks: one that is part of a reference cycle (an exception's traceback holds
-        all frames' variables) waits for Python's garbage collector, which does not know that blocks are scarce.
+        """Have dead caches give back their blocks: those in reference cycles (an exception's traceback holds the
+        variables of all its frames) wait for Python's garbage collector, which does not know that blocks are scarce.
 
         Returns:
             Whether there were any.

@@ -197,7 +197,7 @@ class Rows:
             counts = (step.context_lens - before).tolist()
             growths = []
             try:
-                for group, allocator in enumerate(pool.allocators):
+                for group in range(len(pool.allocators)):
                     window = pool.freed_behind(group)
                     # The first new token sees `window` tokens, itself included.
                     start = None if window is None else np.maximum(before - (window - 1), 0).tolist()
