@@ -309,9 +309,12 @@ def end_step(step_cache: StepCache, output: Any) -> Any:
     for name, value in list(output.items()):
         if value is step_cache:
             output[name] = cache
-        elif name == "hidden_states" and value is not None and value[0].device.type != "cpu":
+        elif name == "hidden_states" and value is not None:
             # generate() keeps them, and a CUDA graph writes the next step's to the same places.
-            output[name] = tuple(state.clone() for state in value)
+            output[name] = tuple(
+                state.clone() if isinstance(state, torch.Tensor) and state.device.type != "cpu" else state
+                for state in value  # None for layers that were not asked for
+            )
     return output
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
 
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
@@ -74,6 +75,7 @@ def unpatch_generation(model: PreTrainedModel) -> None:
 
 
 def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = _by_keyword(original, args, kwargs)
     cache = cache_of(kwargs) or _cache_for_assistant(model, kwargs)
     if cache is None:
         return _run(Call(None, False, False, tokenizer=kwargs.get("tokenizer")), original, *args, **kwargs)
@@ -99,6 +101,17 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
         cache.clear_finished()
         cache.let_go()
         raise
+
+
+def _by_keyword(original: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a generate() call with all but the inputs by keyword."""
+    if len(args) < 2:
+        return args, kwargs
+    named = inspect.signature(original).bind(*args, **kwargs).arguments
+    extra = next((p.name for p in inspect.signature(original).parameters.values() if p.kind == p.VAR_KEYWORD), None)
+    named.update(named.pop(extra, {}))
+    first = next(iter(named))
+    return (named.pop(first),), named
 
 
 def _cache_for_assistant(model: PreTrainedModel, kwargs: dict[str, Any]) -> PagedCache | None:
@@ -137,7 +150,7 @@ def _get_stopping_criteria(
         # Without an EOS token transformers goes on sampling real tokens for rows that have ended.
         and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         and call.num_beams == 1
-        and not generation_config.prompt_lookup_num_tokens
+        and generation_config.get_generation_mode() != GenerationMode.ASSISTED_GENERATION
         and not getattr(generation_config, "is_assistant", False)
     )
     return _FollowedCriteria(criteria, call.cache) if follows else criteria

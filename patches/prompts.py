@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from hf_paged.cache import PagedCache
 from hf_paged.patches.calls import cache_of, current_call
@@ -27,7 +28,7 @@ SAMPLES = 64
 """Values of each weight that are looked at."""
 
 
-def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> None:
+def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, **kwargs: Any) -> None:
     """Refuse a prompt that has nothing new: transformers would append all of it a second time."""
     ids = _prompt_of(inputs, kwargs)
     past = cache.get_seq_length()
@@ -50,8 +51,8 @@ def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = Non
         )
     if is_whole and is_drafting(model, kwargs):
         raise ValueError(
-            "assisted decoding and prompt lookup begin with an empty cache (transformers' loop feeds the whole "
-            "prompt): use a new PagedCache or cache.reset()"
+            "assisted decoding, use_mtp and prompt lookup begin with an empty cache (transformers' loop feeds the "
+            "whole prompt): use a new PagedCache or cache.reset()"
         )
     difference = cache.first_difference(_array(ids)) if is_whole else None
     if difference is not None:
@@ -132,7 +133,7 @@ def _repeated(value: Any, rows: int, repeats: int) -> Any:
 # Kept prompts ---------------------------------------------------------------------------------------------------------
 
 
-def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, *args: Any, **kwargs: Any) -> Hashable:
+def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None, **kwargs: Any) -> Hashable:
     """Before generate(): let the cache begin with what is kept of the prompt.
 
     A cache that keeps prompts takes others, too: where its rows came from generate() calls, and the prompt does not go
@@ -155,7 +156,7 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
     if cache.knows_its_tokens and not goes_on:
         cache.reset()
     is_empty = cache.batch_size == -1
-    if drafts or not (is_empty or goes_on) or not _depends_on_tokens_alone(model, cache, args, kwargs):
+    if drafts or not (is_empty or goes_on) or not _depends_on_tokens_alone(model, cache, kwargs):
         return None
     if not seen[:, -1].all():  # what follows padding on the right stands at other positions than alone
         return None
@@ -172,7 +173,6 @@ def end_kept(
     output: Any,
     /,
     inputs: Any = None,
-    *args: Any,
     **kwargs: Any,
 ) -> None:
     """After generate(): note what its rows hold, and keep it where prompts are kept."""
@@ -204,11 +204,16 @@ def end_kept(
 
 
 def is_drafting(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
-    """Whether a call drafts candidates, with an assistant or from the prompt. transformers' loop for these is right on
-    an empty cache only."""
-    config = kwargs.get("generation_config") or model.generation_config
-    lookup = kwargs.get("prompt_lookup_num_tokens", getattr(config, "prompt_lookup_num_tokens", None))
-    return kwargs.get("assistant_model") is not None or bool(lookup)
+    """Whether a call drafts candidates: with an assistant, with layers of the model's own, or from the prompt.
+    transformers' loop for these is right on an empty cache only."""
+    mode = _settings_of(model, kwargs).get_generation_mode(kwargs.get("assistant_model"))
+    return mode == GenerationMode.ASSISTED_GENERATION
+
+
+def _settings_of(model: PreTrainedModel, kwargs: dict[str, Any]) -> GenerationConfig:
+    """What a generate() call runs by: its arguments, its config, and the model's defaults."""
+    others = {name: value for name, value in kwargs.items() if name != "generation_config"}
+    return model._prepare_generation_config(kwargs.get("generation_config"), **others)[0]
 
 
 def _prompt_of(inputs: Any, kwargs: dict[str, Any]) -> Any:
@@ -238,18 +243,17 @@ _PLAIN = (
 _TELLING = ("output_attentions", "output_hidden_states")  # what is told of a prompt must be computed
 
 
-def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, kwargs: dict[str, Any]) -> bool:
     """Whether keys and values of a call follow from the tokens and the model's weights: not so with embeddings, images
     or positions of the user's, with frequencies that depend on the length, or while training."""
-    config = kwargs.get("generation_config") or model.generation_config
+    settings = _settings_of(model, kwargs)
     plain = all(value is None or value is cache or name in _PLAIN for name, value in kwargs.items())
     rope = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
     return (
         plain
-        and not args
         and any(kwargs.get(name) is cache for name in ("cache", "past_key_values"))
         and kwargs.get("custom_generate") is None
-        and not any(kwargs.get(name, getattr(config, name, None)) for name in _TELLING)
+        and not any(getattr(settings, name, None) for name in _TELLING)
         and not model.training
         and "longrope" not in rope
         and "dynamic" not in rope

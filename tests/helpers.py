@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     BloomConfig,
@@ -22,6 +23,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -42,6 +45,7 @@ from transformers import (
     XGLMConfig,
     XGLMForCausalLM,
 )
+from transformers.modeling_layers import MtpModel
 
 from hf_paged import PagedCache, paged_attention, use_backend
 
@@ -452,3 +456,42 @@ def blocks_of(cache: PagedCache, lengths: Sequence[int], last: int = 1) -> int:
         blocks_for(lengths, cache.block_size, cache.pool.freed_behind(group), last)
         for group in range(len(cache.pool.groups))
     )
+
+
+def model_with_mtp_layers() -> PreTrainedModel:
+    """A random GLM-4-MoE with two layers and one that drafts (multi-token prediction)."""
+    config = Glm4MoeConfig(
+        vocab_size=200,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        num_mtp_layers=1,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Glm4MoeForCausalLM(config).eval()
+
+
+@contextlib.contextmanager
+def mtp_layers_at_random() -> Iterator[None]:
+    """Within, the layers that draft are not read from a checkpoint."""
+
+    def make(cls: type, main_model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return cls(main_model, main_model.config.num_mtp_layers).eval()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MtpModel, "from_pretrained", classmethod(make))
+        yield

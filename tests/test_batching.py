@@ -264,6 +264,7 @@ REFUSED = (
     ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
     ({"assistant_early_exit": 2}, "assistant_early_exit=2"),
     ({"is_assistant": True}, "is_assistant=True"),
+    ({"use_mtp": True}, "use_mtp=True"),
     ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
     ({"output_scores": True}, "output_scores=True"),
     ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),

@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import CACHE_ARGUMENT, check_books, pad_left, random_prompts, run_way
+from helpers import (
+    CACHE_ARGUMENT,
+    check_books,
+    model_with_mtp_layers,
+    mtp_layers_at_random,
+    pad_left,
+    random_prompts,
+    run_way,
+)
 from transformers import (
     AutoTokenizer,
     DynamicCache,
@@ -118,6 +126,17 @@ with_options("`prompt_lookup_num_tokens`", ONE_ROW, prompt_lookup_num_tokens=3)
 def _(bench: Bench, way: str | None) -> Any:
     assistant = bench.model
     return bench.generate(way, ONE_ROW, assistant_model=assistant)
+
+
+with_options("`assistant_early_exit`", ONE_ROW, assistant_early_exit=1)
+
+
+@feature("`use_mtp`")
+def _(bench: Bench, way: str | None) -> Any:
+    model = model_with_mtp_layers()
+    own = Bench(model, bench.tokenizer, bench.ids[ONE_ROW], bench.mask[ONE_ROW])
+    with mtp_layers_at_random():
+        return own.generate(way, use_mtp=True)
 
 
 @feature("`custom_generate`, a function")

@@ -13,11 +13,13 @@ from helpers import (
     fed,
     generate,
     generate_dynamic,
+    model_with_mtp_layers,
+    mtp_layers_at_random,
     pad_left,
     random_prompts,
     tiny_model,
 )
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from hf_paged import BlockPool, PagedCache, paged_attention
 from hf_paged.allocator import BlockAllocator, BlockTable
@@ -373,15 +375,32 @@ def test_changes_that_torch_does_not_count(change, between_turns: bool) -> None:
             cache.reset()
 
 
-@pytest.mark.parametrize(
-    "drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}], ids=["lookup", "assistant"]
-)
-def test_drafting_begins_anew_and_keeps_nothing(drafts: dict) -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize("drafts", ["lookup", "assistant", "mtp", "config", "positional config", "default"])
+def test_drafting_begins_anew_and_keeps_nothing(drafts: str) -> None:
+    model = model_with_mtp_layers() if drafts == "mtp" else build_model("llama")
     ids = torch.cat([prompt(5, 1), prompt(5, 1)[:, 20:40]], 1)
-    drafts = {name: value or build_model("llama") for name, value in drafts.items()}
-    if "prompt_lookup_num_tokens" in drafts:
-        drafts = {"prompt_lookup_num_tokens": 3}
+
+    def draft(ids: torch.Tensor, cache: PagedCache) -> torch.Tensor:
+        mask, lookup = torch.ones_like(ids), GenerationConfig(max_new_tokens=10, prompt_lookup_num_tokens=3)
+        given = {"attention_mask": mask, CACHE_ARGUMENT: cache}
+        match drafts:
+            case "lookup":
+                return generate(model, ids, mask, cache, max_new_tokens=10, prompt_lookup_num_tokens=3)
+            case "assistant":
+                return generate(model, ids, mask, cache, max_new_tokens=10, assistant_model=build_model("llama"))
+            case "mtp":
+                with mtp_layers_at_random():
+                    return generate(model, ids, mask, cache, max_new_tokens=10, use_mtp=True)
+            case "config":
+                return model.generate(ids, generation_config=lookup, **given)
+            case "positional config":
+                return model.generate(ids, lookup, **given)
+        model.generation_config.prompt_lookup_num_tokens = 3
+        try:
+            return model.generate(ids, GenerationConfig(max_new_tokens=10), **given)
+        finally:
+            model.generation_config.prompt_lookup_num_tokens = None
+
     pool = BlockPool(num_blocks=200, prefix_cache=True)
     expected = generate_dynamic(model, ids, torch.ones_like(ids), max_new_tokens=10)
     more = torch.cat([expected, random_prompts([7], seed=5)[0]], 1)
@@ -390,8 +409,7 @@ def test_drafting_begins_anew_and_keeps_nothing(drafts: dict) -> None:
         cache = PagedCache(model.config, pool=pool)
         generate(model, ids, torch.ones_like(ids), cache, max_new_tokens=10)
         for turn, answer in ((ids, expected), (more, more_expected)):
-            tokens = generate(model, turn, torch.ones_like(turn), cache, max_new_tokens=10, **drafts)
-            assert torch.equal(tokens, answer)
+            assert torch.equal(draft(turn, cache), answer)
         tokens = generate(model, more, torch.ones_like(more), PagedCache(model.config, pool=pool), max_new_tokens=10)
     assert torch.equal(tokens, more_expected)
 
