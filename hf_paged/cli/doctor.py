@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import typer
-from rich.console import Console
-
 from hf_paged.cli.main import app
 from hf_paged.cli.options import JsonOption
-from hf_paged.cli.running import CHECK_FAILED, _errors, _print_json, _progress
+from hf_paged.cli.running import mendable_errors, progress_line, show
 
 
 @app.command(
@@ -22,15 +19,10 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Each line is ok, a note, a warning or failed, with what to do; where one has failed the exit code is 1.
     """
-    with _errors(), _progress() as progress:
+    with mendable_errors(), progress_line() as progress:
         progress("loading torch and transformers")
         from hf_paged.doctor import run_doctor
         from hf_paged.doctor.report import print_diagnosis
 
         diagnosis = run_doctor(progress)
-    if as_json:
-        _print_json(diagnosis.as_dict())
-    else:
-        print_diagnosis(diagnosis, Console())
-    if not diagnosis.passed:
-        raise typer.Exit(CHECK_FAILED)
+    show(diagnosis, print_diagnosis, as_json)

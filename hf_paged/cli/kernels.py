@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_paged.cli.main import app
 from hf_paged.cli.options import JsonOption
-from hf_paged.cli.running import CHECK_FAILED, _errors, _print_json, _progress
+from hf_paged.cli.running import CHECK_FAILED, mendable_errors, print_json, progress_line
 
 
 @app.command(
@@ -36,7 +36,7 @@ def kernels(
     Registers, spills, shared memory, load widths and matrix instructions are facts of the compiler; the issue slots
     that decode needs at full memory speed are a model. Nothing is measured. What was compiled before is remembered.
     """
-    with _errors(), _progress() as progress:
+    with mendable_errors(), progress_line() as progress:
         progress("loading Triton")
         try:
             import triton  # noqa: F401
@@ -58,7 +58,7 @@ def kernels(
     failed = [result for result in results if result[2]]
     shown = failed if faults else results
     if as_json:
-        _print_json({"passed": not failed, "kernels": [static_guard.as_dict(*result) for result in shown]})
+        print_json({"passed": not failed, "kernels": [static_guard.as_dict(*result) for result in shown]})
     elif markdown:
         typer.echo(static_guard.markdown(static_guard.table_row(*result) for result in shown))
     else:

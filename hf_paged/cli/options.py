@@ -27,12 +27,12 @@ BlockSizeOption = Annotated[int, typer.Option(min=1, max=256, help="Tokens per b
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 
 
-def _check_block_size(block_size: int) -> None:
+def check_block_size(block_size: int) -> None:
     if block_size & (block_size - 1):
         raise typer.BadParameter(f"{block_size} is not a power of two", param_hint="'--block-size'")
 
 
-def _torch_dtype(dtype: DType) -> Any:
+def torch_dtype(dtype: DType) -> Any:
     import torch
 
     return None if dtype is DType.auto else getattr(torch, dtype.value)

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from hf_paged.cli.main import app
-from hf_paged.cli.options import BlockSizeOption, DType, JsonOption, _check_block_size, _torch_dtype
-from hf_paged.cli.running import _errors, _print_json, _progress
+from hf_paged.cli.options import BlockSizeOption, DType, JsonOption, check_block_size, torch_dtype
+from hf_paged.cli.running import mendable_errors, print_json, progress_line
 
 
 @app.command(
@@ -84,8 +84,8 @@ def plan(
 
     GB and KB are 10^9 and 10^3 bytes, GiB and KiB 2^30 and 2^10; results are shown in the kind that was typed.
     """
-    with _errors(), _progress() as progress:
-        _check_block_size(block_size)
+    with mendable_errors(), progress_line() as progress:
+        check_block_size(block_size)
         progress("loading torch and transformers")
         from hf_paged import capacity
         from hf_paged.capacity.report import print_plan
@@ -97,7 +97,7 @@ def plan(
         if model is not None:
             progress(f"running {model} without memory")
             config = capacity.load_config(model)
-            footprint = capacity.footprint_of(config, _torch_dtype(dtype))
+            footprint = capacity.footprint_of(config, torch_dtype(dtype))
         else:
             per_token = _parse_size(kv_bytes_per_token, "--kv-bytes-per-token")
             if not per_token:
@@ -127,7 +127,7 @@ def plan(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
     if as_json:
-        _print_json(result.as_dict())
+        print_json(result.as_dict())
     else:
         typed = [size for size in (gpu_memory, kv_memory, kv_bytes_per_token) if size is not None]
         print_plan(result, Console(), binary=not typed or typed[0].strip().lower().endswith("ib"))

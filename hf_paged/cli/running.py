@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from hf_paged.cli.options import DType, _torch_dtype
+from hf_paged.cli.options import DType, torch_dtype
 
 CHECK_FAILED, CANNOT_RUN = 1, 2
 
 
-class _Progress:
+class ProgressLine:
     """Says on stderr what is going on, in one line that goes away; nothing where stderr is no terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -50,8 +50,8 @@ class _Progress:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[_Progress]:
-    progress = _Progress(Console(stderr=True))
+def progress_line() -> Iterator[ProgressLine]:
+    progress = ProgressLine(Console(stderr=True))
     try:
         yield progress
     finally:
@@ -59,7 +59,7 @@ def _progress() -> Iterator[_Progress]:
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def mendable_errors() -> Iterator[None]:
     """Turn the errors that a user can mend into a message and an exit code."""
     from hf_paged import OutOfBlocksError
     from hf_paged.capacity import LengthsError
@@ -72,7 +72,7 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(CANNOT_RUN) from error
 
 
-def _load(model: str | None, dtype: DType, device: str | None, progress: Callable[[str], Any]) -> tuple[Any, Any]:
+def load(model: str | None, dtype: DType, device: str | None, progress: Callable[[str], Any]) -> tuple[Any, Any]:
     import torch
 
     from hf_paged.models import DEMO_MODEL, demo_model_is_converted, load_model
@@ -87,8 +87,18 @@ def _load(model: str | None, dtype: DType, device: str | None, progress: Callabl
         progress(f"converting {DEMO_MODEL}, this once, which takes about 20 seconds")
     else:
         progress(f"loading {model or DEMO_MODEL}")
-    return load_model(model, _torch_dtype(dtype), device)
+    return load_model(model, torch_dtype(dtype), device)
 
 
-def _print_json(result: dict[str, Any]) -> None:
+def print_json(result: dict[str, Any]) -> None:
     typer.echo(json.dumps(result, indent=2))
+
+
+def show(result: Any, print_result: Callable[[Any, Console], None], as_json: bool) -> None:
+    """Print what a command has found, by `print_result` or as JSON, and exit with 1 if a check failed."""
+    if as_json:
+        print_json(result.as_dict())
+    else:
+        print_result(result, Console())
+    if not result.passed:
+        raise typer.Exit(CHECK_FAILED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from hf_paged.cli.main import app
 from hf_paged.cli.options import (
@@ -15,9 +14,9 @@ from hf_paged.cli.options import (
     DTypeOption,
     JsonOption,
     ModelOption,
-    _check_block_size,
+    check_block_size,
 )
-from hf_paged.cli.running import CHECK_FAILED, _errors, _load, _print_json, _progress
+from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
 
 @app.command(
@@ -48,8 +47,8 @@ def soak(
     It fails (exit code 1) if a request never ended or ended otherwise than it should, if tokens differ from
     generate() with the prompt alone, or if a block, a thread or memory did not come back.
     """
-    with _errors(), _progress() as progress:
-        _check_block_size(block_size)
+    with mendable_errors(), progress_line() as progress:
+        check_block_size(block_size)
         progress("loading torch and transformers")
         from hf_paged.bench.soak import SoakOptions, run_soak
         from hf_paged.bench.soak_report import print_soak
@@ -57,14 +56,9 @@ def soak(
         options = SoakOptions(
             minutes=minutes, seed=seed, threads=threads, checks=checks, num_blocks=num_blocks, block_size=block_size
         )
-        loaded, _ = _load(model, dtype, device, progress)
+        loaded, _ = load(model, dtype, device, progress)
         try:
             result = run_soak(loaded, options, progress=progress)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="'--blocks'") from error
-    if as_json:
-        _print_json(result.as_dict())
-    else:
-        print_soak(result, Console())
-    if not result.passed:
-        raise typer.Exit(CHECK_FAILED)
+    show(result, print_soak, as_json)
