@@ -1,8 +1,9 @@
-"""Models that several test files use."""
+"""Models and settings that several test files use."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,3 +68,12 @@ def tiny_llama_folder(tiny_llama: LlamaForCausalLM, tmp_path_factory: pytest.Tem
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
     tiny_llama.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

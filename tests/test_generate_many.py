@@ -19,8 +19,8 @@ from hf_paged import (
     iterate_many,
 )
 from hf_paged.batching import runner
+from tests.batching_checks import alone, prompts
 from tests.helpers import build_model, tiny_model
-from tests.test_batching import alone, prompts
 
 POOL = {"num_blocks": 64, "block_size": 4}
 

@@ -13,8 +13,8 @@ import pytest
 
 from hf_paged import BatchError, generate_many
 from hf_paged.batching.parallel import generate_across
+from tests.batching_checks import prompts
 from tests.helpers import tiny_model
-from tests.test_batching import prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "num_blocks": 64, "block_size": 4}
@@ -28,7 +28,7 @@ from transformers import LogitsProcessor
 from hf_paged import BatchError, Request
 from hf_paged.batching.parallel import ProcessError, generate_across
 from tests.helpers import tiny_model
-from tests.test_batching import prompts
+from tests.batching_checks import prompts
 from tests.test_parallel import ASKED, OPTIONS
 
 class Unsendable(Exception):

@@ -15,6 +15,8 @@ from hf_paged import pool as pool_module
 from hf_paged.pool import LayerGroup
 from hf_paged.storage import LayerStorage
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS, HEADS, DIM, SIZE = 2, 2, 16, 4
 """KV heads and head dim of the tiny models, and the block size of these tests."""
 BLOCK_BYTES = LAYERS * 2 * HEADS * SIZE * DIM * 4
@@ -35,15 +37,6 @@ def feed(cache, rows, tokens, **kinds):
     """Store random keys and values in every layer; returns the keys that layer 0 gave back."""
     keys = [cache.update(*kv(rows, tokens, **kinds), layer)[0] for layer in range(len(cache.layers))]
     return keys[0]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only lose by a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The budget ----------------------------------------------------------------------------------------------------------

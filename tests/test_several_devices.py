@@ -19,8 +19,8 @@ from hf_paged.bench.gpu.recorder import Recorder, Skip
 from hf_paged.bench.gpu.sizes import TOY_SIZES
 from hf_paged.bench.gpu.spread import compare_over, compare_over_two_devices
 from hf_paged.models import input_device
+from tests.batching_checks import alone, prompts
 from tests.helpers import build_model, generate, tiny_model
-from tests.test_batching import alone, prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu"}

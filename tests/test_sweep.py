@@ -27,6 +27,8 @@ from hf_paged.sweep.run import run_pairs
 from hf_paged.sweep.table import PAGE, page, read
 from hf_paged.sweep.tiny import build, pairs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLD = read(PAGE.read_text(encoding="utf-8"))
 
 SAMPLE = [
@@ -49,15 +51,6 @@ of_this_version = pytest.mark.skipif(
     f"transformers\n{transformers.__version__} " not in PAGE.read_text(encoding="utf-8"),
     reason="the page is of another version of transformers",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models this small only lose by a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @of_this_version

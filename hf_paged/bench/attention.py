@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from hf_paged.bench.harness import OUT_OF_CACHE, compare
 from hf_paged.kernels import cpu
 from hf_paged.plan import GroupPlan
 from hf_paged.storage import LayerStorage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROUNDS = 9
 
@@ -82,6 +86,14 @@ def measure_attention_layer(
     result["bandwidth"] = comparison.ratio("decode", "read").median
     result["bytes"] = size
     return result
+
+
+def attention_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Heads, KV heads and head dim."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _make_layer(

@@ -10,6 +10,7 @@ import torch
 
 from hf_paged.bench.decode import DYNAMIC, PAGED, share_weights
 from hf_paged.bench.harness import Comparison, compare, synchronizer
+from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.enable import enable_paged_attention
@@ -93,9 +94,7 @@ def measure_beams(
     def dynamic() -> None:
         cache = DynamicCache(config=model.config)
         tokens[DYNAMIC] = model.generate(**options, **{cache_keyword(model): cache})
-        nbytes[DYNAMIC] = sum(
-            t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)
-        )
+        nbytes[DYNAMIC] = dynamic_bytes(cache)
 
     def paged() -> None:
         blocks = prompts * -(-length // block_size) + 2 * prompts * beams * (2 - -(new_tokens) // block_size)

@@ -13,7 +13,16 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from hf_paged.bench.decode import DYNAMIC, DecodePoint, prefill, room_of, share_weights, time_steps, tolerance_of
+from hf_paged.bench.decode import (
+    DYNAMIC,
+    DecodePoint,
+    PointResult,
+    prefill,
+    room_of,
+    share_weights,
+    time_steps,
+    tolerance_of,
+)
 from hf_paged.bench.harness import Comparison, Ratio, shuffled
 from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.bench.prefill import PrefillResult, emptied, prefill_point, time_prefill
@@ -35,7 +44,7 @@ ENOUGH_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class BlockSizePoint:
+class BlockSizePoint(PointResult):
     """What one point gave, with every block size and with transformers' caches: the sides are called by the block size
     as a string, `DYNAMIC`, `STATIC` and `AGAIN`.
 
@@ -55,19 +64,10 @@ class BlockSizePoint:
     logit_difference: float
     tolerance: float
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all sides computed the same in decode."""
-        return self.logit_difference <= self.tolerance
-
-    def as_dict(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {
-            "batch": self.point.batch,
-            "length": self.point.length,
             "step": self.steps.as_dict(),
             "kv_bytes": dict(self.kv_bytes),
-            "logit_difference": self.logit_difference,
-            "agrees": self.agrees,
         }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.bench.decode import (
     DecodePoint,
+    PointResult,
     fill,
     prefill,
     random_ids,
@@ -29,7 +30,7 @@ WARMUP = 3  # calls of each side that are not timed; the first of them compiles
 
 
 @dataclass(frozen=True)
-class CompiledResult:
+class CompiledResult(PointResult):
     """What one point gave.
 
     Attributes:
@@ -47,21 +48,12 @@ class CompiledResult:
     logit_difference: float
     tolerance: float
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all sides computed the same."""
-        return self.logit_difference <= self.tolerance
-
-    def as_dict(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {
-            "batch": self.point.batch,
-            "length": self.point.length,
             "step": self.comparison.as_dict(),
             "times_as_fast_as_static_compiled": self.comparison.ratio(PAGED, STATIC).as_dict(),
             "linear_s": self.linear_seconds,
             "new_graphs": self.graphs,
-            "logit_difference": self.logit_difference,
-            "agrees": self.agrees,
         }
 
 

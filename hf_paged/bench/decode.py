@@ -35,8 +35,36 @@ POINTS = tuple(DecodePoint(batch, length) for batch in (1, 8) for length in (128
 QUICK_POINTS = (DecodePoint(1, 128), DecodePoint(8, 1024))
 
 
+class PointResult:
+    """What results of one point have in common; their fields are in the dataclasses that derive from it."""
+
+    point: DecodePoint
+    logit_difference: float
+    """The largest of any side from the first one's logits, relative to the largest logit."""
+    tolerance: float
+    """What that may be, for the dtype."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all sides computed the same."""
+        return self.logit_difference <= self.tolerance
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, for `as_dict`."""
+        raise NotImplementedError
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch": self.point.batch,
+            "length": self.point.length,
+            **self.figures(),
+            "logit_difference": self.logit_difference,
+            "agrees": self.agrees,
+        }
+
+
 @dataclass(frozen=True)
-class DecodeResult:
+class DecodeResult(PointResult):
     """What one point gave.
 
     Attributes:
@@ -56,11 +84,6 @@ class DecodeResult:
     logit_difference: float
     tolerance: float
 
-    @property
-    def agrees(self) -> bool:
-        """Whether both sides computed the same."""
-        return self.logit_difference <= self.tolerance
-
     def context_seconds(self, name: str) -> float | None:
         """What the context adds to a step of `name`, or None where that drowns in the spread."""
         full, base = self.comparison.timings[name], self.base.timings[name]
@@ -72,17 +95,13 @@ class DecodeResult:
         seconds = self.context_seconds(name)
         return None if seconds is None else self.kv_bytes * (1 - _BASE_LENGTH / self.point.length) / seconds
 
-    def as_dict(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {
-            "batch": self.point.batch,
-            "length": self.point.length,
             "step": self.comparison.as_dict(),
             "step_without_context": self.base.as_dict(),
             "kv_bytes_per_step": self.kv_bytes,
             "context_bytes_per_s": {name: self.context_bandwidth(name) for name in self.comparison.timings},
             "read_bytes_per_s": self.read_bandwidth,
-            "logit_difference": self.logit_difference,
-            "agrees": self.agrees,
         }
 
 

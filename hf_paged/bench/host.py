@@ -13,6 +13,8 @@ import torch
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_paged.bench.attention import attention_shape
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -58,7 +60,7 @@ def _time_begin(model: PreTrainedModel, extends: bool) -> float:
     from hf_paged import PagedCache
 
     cache = PagedCache(model.config, num_blocks=ROWS * (-(-(LENGTH + STEPS) // 16) + 1))
-    _, kv_heads, dim = _shape(model)
+    _, kv_heads, dim = attention_shape(model)
     mask = torch.ones(ROWS, LENGTH + STEPS, dtype=torch.bool)
     for row in range(ROWS):
         mask[row, : row % 16] = False  # their blocks are full at different steps
@@ -86,7 +88,7 @@ def _time_layers(model: PreTrainedModel) -> tuple[list[float], list[float]]:
     from hf_paged.attention import paged_attention_forward
     from hf_paged.masks import paged_mask
 
-    heads, kv_heads, dim = _shape(model)
+    heads, kv_heads, dim = attention_shape(model)
     context, scale = 16, dim**-0.5
     paged = PagedCache(model.config, num_blocks=-(-(context + STEPS) // 16) + 1)
     dynamic = DynamicCache(config=model.config)
@@ -127,11 +129,3 @@ def _time_layers(model: PreTrainedModel) -> tuple[list[float], list[float]]:
         for cache in (paged, dynamic)[:: 1 if step % 2 else -1]:
             times[cache].append(run(cache, context + step, 1))
     return times[paged], times[dynamic]
-
-
-def _shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Heads, KV heads and head dim."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return heads, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads

@@ -12,6 +12,7 @@ from hf_paged.bench.decode import (
     DYNAMIC,
     PAGED,
     DecodePoint,
+    PointResult,
     random_ids,
     relative_difference,
     share_weights,
@@ -29,7 +30,7 @@ there, and more rows only take longer."""
 
 
 @dataclass(frozen=True)
-class PrefillResult:
+class PrefillResult(PointResult):
     """What prompts of one shape gave.
 
     Attributes:
@@ -44,18 +45,9 @@ class PrefillResult:
     logit_difference: float
     tolerance: float
 
-    @property
-    def agrees(self) -> bool:
-        """Whether all sides computed the same."""
-        return self.logit_difference <= self.tolerance
-
-    def as_dict(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, Any]:
         return {
-            "batch": self.point.batch,
-            "length": self.point.length,
             "prompts": self.comparison.as_dict(),
-            "logit_difference": self.logit_difference,
-            "agrees": self.agrees,
         }
 
 

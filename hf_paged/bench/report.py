@@ -15,14 +15,13 @@ from hf_paged.bench.beams import BeamResult
 from hf_paged.bench.block_sizes import (
     AGAIN,
     STATIC,
-    BlockSizePoint,
     BlockSizesResult,
     Verdict,
     block_waste,
     padded_waste,
 )
 from hf_paged.bench.compiled import CompiledResult
-from hf_paged.bench.decode import DYNAMIC, PAGED, DecodeResult
+from hf_paged.bench.decode import DYNAMIC, PAGED, DecodeResult, PointResult
 from hf_paged.bench.harness import Comparison, Ratio, Timing
 from hf_paged.bench.host import LENGTH, ROWS, HostResult
 from hf_paged.bench.memory import TARGET, MemoryResult
@@ -67,9 +66,10 @@ def print_suite(result: SuiteResult, console: Console) -> None:
 
 def _print_attention(results: Sequence[AttentionResult], console: Console) -> None:
     first = results[0]
-    table = _table(f"One attention layer in decode: {first.heads} heads, {first.kv_heads} for KV, of {first.head_dim}")
-    for column in ("rows x context", "dynamic, us", "paged, us", "times as fast", "GB/s: paged", "plain read"):
-        table.add_column(column, justify="right")
+    columns = ("rows x context", "dynamic, us", "paged, us", "times as fast", "GB/s: paged", "plain read")
+    table = _table(
+        f"One attention layer in decode: {first.heads} heads, {first.kv_heads} for KV, of {first.head_dim}", columns
+    )
     for result in results:
         figures = result.figures
         table.add_row(
@@ -84,9 +84,8 @@ def _print_attention(results: Sequence[AttentionResult], console: Console) -> No
 
 
 def _print_prefill(results: Sequence[PrefillResult], console: Console) -> None:
-    table = _table("Reading prompts with the model")
-    for column in ("rows x tokens", "dynamic, ms", "paged, ms", "times as fast", "tokens a second, paged"):
-        table.add_column(column, justify="right")
+    columns = ("rows x tokens", "dynamic, ms", "paged, ms", "times as fast", "tokens a second, paged")
+    table = _table("Reading prompts with the model", columns)
     for result in results:
         timings = result.comparison.timings
         table.add_row(
@@ -102,17 +101,8 @@ def _print_prefill(results: Sequence[PrefillResult], console: Console) -> None:
 
 
 def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
-    table = _table("One decode step of the model")
-    for column in (
-        "rows x context",
-        "dynamic, ms",
-        "paged, ms",
-        "times as fast",
-        "GB/s: dynamic",
-        "paged",
-        "plain read",
-    ):
-        table.add_column(column, justify="right")
+    columns = ("rows x context", "dynamic, ms", "paged, ms", "times as fast", "GB/s: dynamic", "paged", "plain read")
+    table = _table("One decode step of the model", columns)
     for result in results:
         timings = result.comparison.timings
         table.add_row(
@@ -136,9 +126,8 @@ def _print_decode(results: Sequence[DecodeResult], console: Console) -> None:
 
 
 def _print_compiled(results: Sequence[CompiledResult], console: Console) -> None:
-    table = _table("One decode step as generate() runs it, ms; * compiled")
-    for column in ("rows x context", "dynamic", "static*", "paged", "paged*", "as fast as dynamic", "as static*"):
-        table.add_column(column, justify="right")
+    columns = ("rows x context", "dynamic", "static*", "paged", "paged*", "as fast as dynamic", "as static*")
+    table = _table("One decode step as generate() runs it, ms; * compiled", columns)
     for result in results:
         comparison = result.comparison
         sides = (compiled.DYNAMIC, compiled.STATIC, compiled.PAGED_EAGER, compiled.PAGED)
@@ -160,9 +149,7 @@ def _print_compiled(results: Sequence[CompiledResult], console: Console) -> None
     _print_disagreements(results, console)
 
 
-def _print_disagreements(
-    results: Sequence[PrefillResult | DecodeResult | CompiledResult | BlockSizePoint], console: Console
-) -> None:
+def _print_disagreements(results: Sequence[PointResult], console: Console) -> None:
     for result in results:
         if not result.agrees:
             console.print(
@@ -172,9 +159,8 @@ def _print_disagreements(
 
 
 def _print_batching(result: BatchingResult, console: Console) -> None:
-    table = _table(result.workload.name)
-    for column in ("", "seconds", "new tokens a second", f"times as fast as {BATCH}", f"as {PADDED}"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "seconds", "new tokens a second", f"times as fast as {BATCH}", f"as {PADDED}")
+    table = _table(result.workload.name, columns)
     for name, timing in result.comparison.timings.items():
         ratios = [
             "" if name == other else f"{result.comparison.ratio(name, other).median:.2f}" for other in (BATCH, PADDED)
@@ -185,9 +171,8 @@ def _print_batching(result: BatchingResult, console: Console) -> None:
 
 
 def _print_capacity(result: CapacityResult, console: Console) -> None:
-    table = _table(f"{result.num_requests} requests in the memory of {result.budget_tokens:,} tokens")
-    for column in ("", "requests at once", "new tokens a second"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "requests at once", "new tokens a second")
+    table = _table(f"{result.num_requests} requests in the memory of {result.budget_tokens:,} tokens", columns)
     table.add_row(
         f"{result.max_length:,} tokens reserved for each",
         str(result.reserved_requests),
@@ -210,9 +195,8 @@ def _print_blocks(result: BlockSizesResult, console: Console) -> None:
         )
 
     for found in result.points:
-        table = _table(f"Block sizes: decode steps of {found.point}")
-        for column in ("tokens a block", "decode, ms", f"as fast as {smallest}", "KV, MB", "waste"):
-            table.add_column(column, justify="right")
+        columns = ("tokens a block", "decode, ms", f"as fast as {smallest}", "KV, MB", "waste")
+        table = _table(f"Block sizes: decode steps of {found.point}", columns)
         length = found.point.length
         waste = {str(size): block_waste(length, size) for size in result.sizes} | {AGAIN: None}
         for side in (*sides, *paddings):
@@ -221,9 +205,8 @@ def _print_blocks(result: BlockSizesResult, console: Console) -> None:
             add_row(table, found.steps, side, *cells)
         console.print(table, highlight=False)
     for prefill in result.prefills:
-        table = _table(f"Block sizes: prompts of {prefill.point}")
-        for column in ("tokens a block", "prefill, ms", f"as fast as {smallest}"):
-            table.add_column(column, justify="right")
+        columns = ("tokens a block", "prefill, ms", f"as fast as {smallest}")
+        table = _table(f"Block sizes: prompts of {prefill.point}", columns)
         for side in (*sides, *paddings):
             add_row(table, prefill.comparison, side)
         console.print(table, highlight=False)
@@ -241,10 +224,8 @@ def _print_blocks(result: BlockSizesResult, console: Console) -> None:
 
 
 def _print_host(result: HostResult, console: Console) -> None:
-    table = _table("Host time of decode steps on a CPU, us")
     names = (f"beginning a step of {ROWS} x {LENGTH:,}", "the same, compiled", "a layer, 1 row", "of DynamicCache")
-    for column in (*names, "difference"):
-        table.add_column(column, justify="right")
+    table = _table("Host time of decode steps on a CPU, us", (*names, "difference"))
     table.add_row(
         *(f"{value:.1f}" for value in (result.begin_us, result.begin_extended_us, result.layer_us)),
         *(f"{value:.1f}" for value in (result.dynamic_layer_us, result.layer_difference_us)),
@@ -258,9 +239,10 @@ def _print_error(error: str | None, console: Console) -> None:
 
 
 def _print_memory(result: MemoryResult, console: Console) -> None:
-    table = _table(f"Memory of {len(result.lengths)} rows of {min(result.lengths)} to {max(result.lengths):,} tokens")
-    for column, justify in (("", "left"), ("MB", "right"), ("above the tokens", "right")):
-        table.add_column(column, justify=justify)
+    columns = ("", "MB", "above the tokens")
+    table = _table(
+        f"Memory of {len(result.lengths)} rows of {min(result.lengths)} to {max(result.lengths):,} tokens", columns
+    )
     table.add_row(f"{result.tokens:,} real tokens", f"{result.token_bytes / 1e6:,.1f}", "")
     good = "green" if result.paged_overhead <= TARGET else "yellow"
     paged, dynamic = result.paged_bytes / 1e6, result.dynamic_bytes / 1e6
@@ -272,10 +254,9 @@ def _print_memory(result: MemoryResult, console: Console) -> None:
 def _print_beams(result: BeamResult, console: Console) -> None:
     table = _table(
         f"Beam search: {result.prompts} prompts of {result.length:,} tokens, {result.beams} beams, "
-        f"{result.new_tokens} new tokens"
+        f"{result.new_tokens} new tokens",
+        ("", "generate(), s", "KV at the peak, MB"),
     )
-    for column in ("", "generate(), s", "KV at the peak, MB"):
-        table.add_column(column, justify="left" if not column else "right")
     timings = result.comparison.timings
     table.add_row("DynamicCache", f"{timings[DYNAMIC].median:.1f}", f"{result.dynamic_bytes / 1e6:,.0f}")
     ratio = _times(result.comparison.ratio(PAGED))
@@ -290,17 +271,20 @@ def _print_launch(result: Mapping[str, float | str], console: Console) -> None:
     if "error" in result:
         _print_error(str(result["error"]), console)
         return
-    table = _table("Host time of a call of the Triton kernels, us, without the driver's own part")
-    for column in ("storing a step", "decode", "decode in several pieces"):
-        table.add_column(column, justify="right")
+    columns = ("storing a step", "decode", "decode in several pieces")
+    table = _table("Host time of a call of the Triton kernels, us, without the driver's own part", columns)
     table.add_row(*(f"{result[name]:.1f}" for name in ("write_us", "decode_us", "decode_split_us")))
     console.print(table, highlight=False)
 
 
-def _table(title: str) -> Table:
-    return Table(
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """Numbers stand to the right; what a row is called has a column without a name."""
+    table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
 
 
 def _milliseconds(timing: Timing) -> str:

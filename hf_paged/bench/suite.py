@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_paged.bench.attention import measure_attention_layer
+from hf_paged.bench.attention import attention_shape, measure_attention_layer
 from hf_paged.bench.batching import (
     QUICK,
     RAGGED_ANSWERS,
@@ -225,10 +225,7 @@ def run_suite(
 def _measure_attention(
     model: PreTrainedModel, points: Sequence[DecodePoint], block_size: int, progress: Callable[[str], object]
 ) -> Iterator[AttentionResult]:
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, kv_heads, head_dim = attention_shape(model)
     for point in points:
         progress(f"attention layer {point}")
         figures = measure_attention_layer(*point, heads, kv_heads, head_dim, model.dtype, block_size)
