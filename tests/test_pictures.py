@@ -288,6 +288,9 @@ def test_occupancy_is_that_of_the_recording(beams):
     assert peak.get_ydata()[0] == max(used)
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     assert names == ["shared", "used by one", "tokens", "pool"]
+    detail = f"at most {max(used)} of 64, at step {recording.peak.number}; {len(used)} steps"
+    assert ax.get_title(loc="right") == detail  # no seconds, so it is the same wherever it is drawn
+    assert draw_occupancy(recording, by="seconds").get_title(loc="right").startswith(f"{detail} in ")
 
 
 def test_steps_that_were_undone_are_marked(model):
@@ -331,8 +334,9 @@ def test_a_timeline_tells_of_what_there_was(model, times, told):
     (request,) = recording.requests
     request.spans += [Span("preempted", 0.1, 3, 0.2, 4)] * times
     ax = draw_timeline(recording)
-    detail = ax.get_title(loc="right")
-    assert detail.startswith("1 request, 3 steps in ") and detail.endswith(f" s{told}")
+    assert ax.get_title(loc="right") == f"1 request, 3 steps{told}"
+    timed = draw_timeline(recording, by="seconds").get_title(loc="right")
+    assert timed.startswith("1 request, 3 steps in ") and timed.endswith(f" s{told}")
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     # It waited for no step.
     assert names == ["prompt", "decoding", *["preempted"] * bool(times), "ended"]

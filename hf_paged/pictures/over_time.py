@@ -35,8 +35,9 @@ MOST_LINES = 400
 def draw_occupancy(recording: Recording, *, by: By = "step", ax: Axes | None = None) -> Axes:
     """Draw the blocks of the pool over the steps of a recording: used by one sequence, shared, and kept.
 
-    A dashed line is what the tokens of all rows would fill by themselves, a row at a time: where it is below the used
-    blocks there are slots without a token, and where it is above, sharing has saved the difference.
+    A dashed line is what the tokens of the sequences that were recorded would fill by themselves: where it is below the
+    used blocks there are slots without a token, or blocks of caches that took no step, and where it is above, sharing
+    has saved the difference.
 
     Args:
         recording: of `hf_paged.record`.
@@ -53,8 +54,7 @@ def draw_occupancy(recording: Recording, *, by: By = "step", ax: Axes | None = N
         canvas.title(
             ax,
             "Blocks in use",
-            f"at most {peak.used_blocks:,} of {peak.total_blocks:,}, at step {peak.number:,}; "
-            f"{recording.num_steps:,} steps in {recording.seconds:.3g} s",
+            f"at most {peak.used_blocks:,} of {peak.total_blocks:,}, at step {peak.number:,}; {_steps(recording, by)}",
         )
         x = _place(peak.number + 0.5, peak.seconds, by)
         ax.plot(x, peak.used_blocks, marker="v", color=canvas.ink(ax), markersize=6, linestyle="none", clip_on=False)
@@ -123,7 +123,7 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     preempted = sum(span.state == "preempted" for request in requests for span in request.spans)
     more = f", the first {MOST_LINES} drawn" if len(requests) > len(shown) else ""
     plural = "" if len(requests) == 1 else "s"
-    detail = f"{len(requests):,} request{plural}{more}, {recording.num_steps:,} steps in {recording.seconds:.3g} s"
+    detail = f"{len(requests):,} request{plural}{more}, {_steps(recording, by)}"
     if preempted:
         detail += ", preempted once" if preempted == 1 else f", preempted {preempted:,} times"
     canvas.title(ax, "Requests", detail)
@@ -160,7 +160,7 @@ def _blocks(recording: Recording, by: By, ax: Axes) -> None:
             )
         below = top
     if steps:
-        tokens = [one.tokens / recording.block_size for one in steps]
+        tokens = [one.held_tokens / recording.block_size for one in steps]
         ax.step([*places, end], [*tokens, tokens[-1]], where="post", color=canvas.ink(ax), linestyle="--", linewidth=1)
         undone = [one for one in steps if one.undone]
         ax.plot(
@@ -221,6 +221,12 @@ def _extent(span: Span, recording: Recording, by: By) -> tuple[float, float]:
     end = recording.seconds if span.end is None else span.end
     end_step = recording.num_steps if span.end_step is None else span.end_step
     return _place(span.first_step, span.start, by), _place(end_step, end, by)
+
+
+def _steps(recording: Recording, by: By) -> str:
+    """How many, and in what time if that is what is drawn: over steps, the same recording gives the same picture."""
+    count = f"{recording.num_steps:,} step{'' if recording.num_steps == 1 else 's'}"
+    return f"{count} in {recording.seconds:.3g} s" if by == "seconds" else count
 
 
 def _axis(by: By) -> str:
