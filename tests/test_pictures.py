@@ -8,6 +8,7 @@ import importlib
 import random
 import re
 import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -22,6 +23,7 @@ from matplotlib.collections import LineCollection, PatchCollection  # noqa: E402
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 
 from hf_paged import BlockPool, ContinuousBatcher, PagedCache, enable_paged_attention, record  # noqa: E402
+from hf_paged.allocator import BlockTable  # noqa: E402
 from hf_paged.pictures import (  # noqa: E402
     colours,
     draw_block_tables,
@@ -171,6 +173,34 @@ def test_kept_blocks_others_and_a_pool_alone(model):
     cache.reset()
     assert block_maps(pool)[0].states == [State.KEPT] * 3
     assert text_map(pool).startswith("+++\n0 of 64 blocks in use") and "+ kept" in text_map(pool)
+
+
+def test_a_large_pool_is_looked_at_quickly_and_locked_for_less(model):
+    """A million blocks: steps of others wait only while the books are copied."""
+    pool = BlockPool(num_blocks=1_000_000, block_size=1)
+    cache = PagedCache(model.config, pool=pool)
+    rows = [BlockTable() for _ in range(500)]
+    pool.allocators[0].grow(rows, [2000] * 500)
+    cache._rows.tables = [rows]
+    lock, held = pool.lock, []
+
+    class Timed:
+        def __enter__(self):
+            lock.__enter__()
+            held.append(time.perf_counter())
+
+        def __exit__(self, *error):
+            held.append(time.perf_counter() - held.pop())
+            lock.__exit__()
+
+    pool.lock = Timed()
+    began = time.perf_counter()
+    (blocks,) = block_maps(cache)
+    taken, (locked,) = time.perf_counter() - began, held
+    pool.lock = lock
+    assert blocks.count(State.OWN) == 1_000_000 and blocks.owners[-1] == 499
+    assert locked < taken / 2
+    cache._rows.tables = []
 
 
 # Figures -------------------------------------------------------------------------------------------------------------
@@ -352,6 +382,26 @@ def test_what_is_empty_can_be_drawn(model):
             draw(recording).figure.draw_without_rendering()
 
 
+def test_a_pool_that_no_cache_was_made_on_can_be_drawn():
+    for pool in (BlockPool(), BlockPool(num_blocks=8)):
+        assert squares(draw_pool(pool)) == {}
+        assert "no blocks in use yet" in text_map(pool) and "no blocks in use yet" in pool._repr_html_()
+
+
+def test_without_entries_no_block_is_drawn(model):
+    ax = draw_mapping(PagedCache(model.config, num_blocks=8))
+    assert squares(ax) == {} and not ax.texts and ax.get_title(loc="right") == "no entries"
+
+
+@pytest.mark.parametrize(("columns", "step"), ((16, 1), (17, 2), (40, 5), (160, 10), (1000, 100)))
+def test_entries_are_counted_in_round_numbers(model, columns, step):
+    cache = PagedCache(model.config, num_blocks=columns, block_size=1)
+    with torch.no_grad():
+        forward(model, torch.ones((1, columns), dtype=torch.long), cache, logits_to_keep=1)
+    names = [int(tick.get_text()) for tick in draw_block_tables(cache).get_xticklabels()]
+    assert names == list(range(0, columns, step))
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("draw", (draw_pool, draw_block_tables, draw_mapping, draw_occupancy))
 def test_pictures_can_be_read_on_light_and_dark_grounds(beams, draw, style):
@@ -395,6 +445,12 @@ def test_misuse_is_refused(beams):
     _, recording = beams
     with pytest.raises(TypeError, match="pass a PagedCache"):
         draw_pool(recording)
+    for draw in (draw_block_tables, draw_mapping):
+        with pytest.raises(TypeError, match="a pool alone does not know whose its blocks are"):
+            draw(beams[0].pool)
+    for draw in (draw_pool, draw_block_tables, draw_mapping):
+        with pytest.raises(ValueError, match="there is no group 1 of layers; this model has 1, counted from 0"):
+            draw(beams[0], group=1)
     with pytest.raises(ValueError, match="'step' or 'seconds', not 'hours'"):
         draw_occupancy(recording, by="hours")
     with pytest.raises(ValueError, match="tables=True"):

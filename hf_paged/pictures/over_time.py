@@ -234,7 +234,7 @@ def _axis(by: By) -> str:
 
 
 def _name_requests(ax: Axes, requests: list[RequestRecord]) -> None:
-    every = max(-(-len(requests) // 25), 1)
+    every = canvas.round_step(len(requests), 25)
     names = [one.label.removeprefix("request ") for one in requests]
     ax.set_yticks([line + 0.5 for line in range(0, len(names), every)], labels=names[::every])
     ax.tick_params(axis="y", length=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.pictures import canvas, colours
-from hf_paged.pictures.blocks import BlockMap, State, block_maps
+from hf_paged.pictures.blocks import BlockMap, State, block_maps, of_group
 from hf_paged.pictures.text import letter
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def draw_pool(target: PagedCache | BlockPool | ContinuousBatcher, *, group: int 
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: there is no such group.
     """
-    blocks = block_maps(target)[group]
+    blocks = of_group(block_maps(target), group)
     known = min(len(blocks.states), MOST_BLOCKS)
     columns = next(width for width in COLUMNS if known <= 0.6 * width * width or width == COLUMNS[-1])
     shown = min(blocks.num_blocks, max(columns * (-(-known // columns) + 1), 128))
