@@ -195,6 +195,11 @@ class Recording:
             parts.append(f"peak={self._peak.used_blocks:,} of {self._peak.total_blocks:,} blocks")
         return f"Recording({', '.join(parts)}, {self.seconds:.3g} s{', running' if self.is_running else ''})"
 
+    def _repr_html_(self) -> str:
+        from hf_paged.pictures.html import html_of_recording
+
+        return html_of_recording(self)
+
     # Beginning and end --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Recording:

@@ -517,14 +517,31 @@ def squares_of(page: str) -> list[str]:
     return [html.unescape(title) for title in re.findall(r'<span class="b \w+" title="([^"]*)">', page)]
 
 
+def tables_of(page: str) -> list[tuple[str, list[int]]]:
+    found = re.findall(r"<div>((?:row|request) [\d.]+): ([^/]*(?:</u>[^/]*)*)</div>", page)
+    return [(label, [int(block) for block in re.sub(r"</?u>|and .*", "", entries).split()]) for label, entries in found]
+
+
+def assert_well_formed(page: str) -> None:
+    """Each element is closed, in the order in which they were opened."""
+    is_open = []
+    for end, name, empty in re.findall(r"<(/?)(\w+)[^>]*?(/?)>", page):
+        if end:
+            assert is_open.pop() == name
+        elif not empty:
+            is_open.append(name)
+    assert not is_open
+
+
 def test_the_views_of_a_notebook_run_nothing_and_fetch_nothing(beams):
-    cache, _ = beams
+    cache, recording = beams
     (blocks,) = block_maps(cache)
-    for target in (cache, cache.pool):
+    for target in (cache, cache.pool, recording):
         page = target._repr_html_()
         assert not re.search(r"<script|https?:|src=|@import|url\(|onclick", page)
-        assert page.count("<div") == page.count("</div>") and len(page) < 20_000
-        assert len(squares_of(page)) == len(blocks.states)
+        assert len(page) < 20_000
+        assert_well_formed(page)
+        assert target is recording or len(squares_of(page)) == len(blocks.states)
     assert squares_of(cache._repr_html_()) == [blocks.describe(block) for block in range(len(blocks.states))]
     without_styles = re.sub(r"<style>.*</style>|<[^>]*>", "", cache._repr_html_())
     assert text_map(cache, width=10_000).split("\n")[0] in without_styles  # a text map where styles are taken away
@@ -532,9 +549,49 @@ def test_the_views_of_a_notebook_run_nothing_and_fetch_nothing(beams):
 
 def test_the_view_of_a_large_pool_is_cut(model):
     cache = PagedCache(model.config, num_blocks=9000, block_size=1)
-    forward(model, torch.ones((3, 1000), dtype=torch.long), cache)
+    with torch.no_grad():
+        forward(model, torch.ones((20, 150), dtype=torch.long), cache, logits_to_keep=1)
     page = cache._repr_html_()
     assert len(squares_of(page)) == 2048 and "and 952 more" in page and len(page) < 150_000
+    tables = tables_of(page)
+    assert [len(entries) for _, entries in tables] == [48] * 16
+    assert "and 102 more" in page and "<div>and 4 more</div>" in page
+
+
+def test_the_view_of_a_cache_has_its_block_tables(beams, model):
+    cache, _ = beams
+    page, held = cache._repr_html_(), Counter(block for table in cache.block_tables[FULL] for block in table)
+    assert tables_of(page) == [(f"row {row}", table) for row, table in enumerate(cache.block_tables[FULL])]
+    assert {int(block) for block in re.findall(r"<u>(\d+)</u>", page)} == {b for b, n in held.items() if n > 1}
+    assert "<details>" not in PagedCache(model.config, num_blocks=9)._repr_html_()
+
+
+def test_the_view_of_a_recording_has_the_blocks_over_its_steps(beams, batch):
+    _, recording = beams
+    page = recording._repr_html_()
+    names = re.findall(r"<title>([^<]*)</title>", page)
+    assert names == ["used by one", "shared"]
+    assert f"at most {recording.peak.used_blocks} of 64 blocks, at step {recording.peak.number}" in page
+    shared = re.search(r'd="M([^"]*)Z"><title>shared', page)[1].split("L")
+    assert len(shared) == 4 * len(recording.steps)
+    highest = max(max(one.used_blocks, one.held_tokens / 4) for one in recording.steps)
+    tops = [float(point.split()[1]) for point in shared[: 2 * len(recording.steps) : 2]]
+    assert tops == pytest.approx([110 * (1 - one.used_blocks / highest) for one in recording.steps], abs=0.06)
+    assert "requests: 15 length, 1 cancelled" in batch._repr_html_()
+
+
+def test_the_view_of_a_recording_is_small_whatever_its_length(model):
+    cache = PagedCache(model.config, num_blocks=64, block_size=4)
+    with record(cache) as recording:
+        assert "<svg" not in recording._repr_html_()
+        forward(model, torch.ones((1, 5), dtype=torch.long), cache)
+        assert_well_formed(recording._repr_html_())
+    (one,) = recording.steps
+    recording._kept = [dataclasses.replace(one, number=number, used_blocks=number % 64) for number in range(2000)]
+    recording.num_steps = 2000
+    page = recording._repr_html_()
+    assert len(page) < 40_000 and page.count("<svg") == 1
+    assert_well_formed(page)
 
 
 def test_the_view_of_a_batcher_has_its_requests(model):

@@ -9,15 +9,16 @@ from hf_paged.pictures import canvas, colours
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hf_paged.recording import Recording, RequestRecord, Span
+    from hf_paged.recording import Recording, RequestRecord, Span, StepRecord
 
 By = Literal["step", "seconds"]
 
-_LAYERS = (
+LAYERS = (
     ("used by one", "#56B4E9", None),
     ("shared", "#0072B2", "////"),
     ("kept, gives way", colours.KEPT, "...."),
 )
+"""From below: what the legend says, colour, hatching."""
 _STATES: dict[str, tuple[str, str | None, str]] = {
     # Colour, hatching, what the legend says.
     "waiting": (colours.WAITING, "....", "waiting"),
@@ -134,18 +135,22 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     return ax
 
 
+def layers_of(steps: list[StepRecord]) -> list[list[int]]:
+    """For each of `LAYERS`, its blocks at each step."""
+    return [
+        [one.used_blocks - one.shared_blocks for one in steps],
+        [one.shared_blocks for one in steps],
+        [one.kept_blocks for one in steps],
+    ]
+
+
 def _blocks(recording: Recording, by: By, ax: Axes) -> None:
     """Stacked areas of the blocks, and the blocks that the tokens need."""
     steps = recording.steps
     places = [_place(one.number, one.seconds, by) for one in steps]
     end = recording.num_steps if by == "step" else recording.seconds
-    parts = [
-        [one.used_blocks - one.shared_blocks for one in steps],
-        [one.shared_blocks for one in steps],
-        [one.kept_blocks for one in steps],
-    ]
     below = [0] * len(steps)
-    for (_, colour, hatch), part in zip(_LAYERS, parts, strict=True):
+    for (_, colour, hatch), part in zip(LAYERS, layers_of(steps), strict=True):
         top = [low + count for low, count in zip(below, part, strict=True)]
         if any(part):
             ax.fill_between(
@@ -199,7 +204,7 @@ def _handles_of_blocks(ax: Axes, recording: Recording) -> list[Any]:
             hatch=hatch,
             linewidth=0,
         )
-        for (label, colour, hatch), is_there in zip(_LAYERS, has, strict=True)
+        for (label, colour, hatch), is_there in zip(LAYERS, has, strict=True)
         if is_there
     ][::-1]
     line = {"color": canvas.ink(ax), "linewidth": 1}
