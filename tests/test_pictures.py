@@ -441,6 +441,25 @@ def test_hybrid_models_have_a_picture_for_each_group():
     assert len(draw_block_tables(cache, group=1).texts) == len(cache.block_tables[FULL][0]) == 5
 
 
+def test_logical_blocks_of_a_window_are_counted_from_the_first_that_is_held(beams):
+    hybrid = enable_paged_attention(build_model("gemma2"))
+    cache = PagedCache(hybrid.config, num_blocks=32, block_size=4)
+    with torch.no_grad():
+        for count in (14, 1):
+            forward(hybrid, torch.ones((1, count), dtype=torch.long), cache)
+    table = cache._rows.tables[0][0]
+    assert table.first > 0 and len(table.blocks) == len(draw_block_tables(cache).texts)
+    for draw in (draw_block_tables, draw_mapping):
+        assert "counted from the first that is held" in draw(cache).get_xlabel()
+        assert "counted" not in draw(cache, group=1).get_xlabel() + draw(beams[0]).get_xlabel()
+        assert_readable(draw(cache).figure)
+
+
+def test_squares_of_blocks_that_were_never_used_can_be_seen(beams):
+    (fresh,) = [one for one in draw_pool(beams[0]).collections if one.get_linestyle()[0][1]]
+    assert fresh.get_linewidth()[0] >= 0.6 and fresh.get_alpha() >= 0.7
+
+
 def test_misuse_is_refused(beams):
     _, recording = beams
     with pytest.raises(TypeError, match="pass a PagedCache"):

@@ -99,7 +99,7 @@ def _look(ax: Axes, state: State, owner: int | None) -> dict[str, Any]:
     if state is State.FREE:
         return {"facecolor": "none", "edgecolor": line, "linewidth": 0.6}
     if state is State.FRESH:
-        return {"facecolor": "none", "edgecolor": line, "linewidth": 0.4, "linestyle": ":", "alpha": 0.5}
+        return {"facecolor": "none", "edgecolor": line, "linewidth": 0.6, "linestyle": ":", "alpha": 0.7}
     hatch = HATCH.get(state)
     edge = {State.SHARED: "#FFFFFF", State.KEPT: "#707078"}.get(state, "none")
     return {"facecolor": FILL[state], "edgecolor": edge, "hatch": hatch, "linewidth": 0.0}

@@ -84,7 +84,7 @@ def draw_block_tables(
             ax.add_collection(PatchCollection(shared, facecolor="none", edgecolor="#FFFFFF", hatch="////", linewidth=0))
             handles = [Patch(label="shared", facecolor=colours.SHARED, edgecolor="#FFFFFF", hatch="////", linewidth=0)]
         ax.figure.colorbar(collection, ax=ax, label="physical block", pad=0.01, aspect=30)
-    ax.set(xlim=(0, columns), ylim=(lines, 0), xlabel="logical block")
+    ax.set(xlim=(0, columns), ylim=(lines, 0), xlabel=f"logical block{_counted(name)}")
     step = canvas.round_step(columns, 16)
     ax.set_xticks([entry + 0.5 for entry in range(0, columns, step)], labels=range(0, columns, step))
     _name_lines(ax, list(tables))
@@ -174,6 +174,7 @@ def draw_mapping(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     more = len(entries) - len(shown)
+    ax.set_xlabel(_counted(name).removeprefix(", "), loc="left")
     detail = f"the first {len(shown)} of {len(entries):,} entries" if more else "" if entries else "no entries"
     canvas.title(ax, f"Block tables: {name}", detail)
     handles = [Patch(label="shared", **_shared(light=True))] if None in squares else []
@@ -192,6 +193,11 @@ def _tables_of(source: PagedCache | ContinuousBatcher | StepRecord, group: int) 
         )
     found = block_tables(source)
     return of_group(list(found.items()), group)
+
+
+def _counted(group: str) -> str:
+    """What is to be said of the numbers of logical blocks: those before a window have no place in a table."""
+    return ", counted from the first that is held" if group.startswith("sliding_attention") else ""
 
 
 def _shared(*, light: bool) -> dict[str, Any]:
