@@ -255,6 +255,15 @@ def test_letters_are_in_their_squares(many):
             assert (distance < 60).float().mean() > least, (block, wanted)
 
 
+def test_a_text_map_fits_a_terminal_whatever_the_pool(model):
+    cache = PagedCache(model.config, num_blocks=9000, block_size=1)
+    with torch.no_grad():
+        forward(model, torch.ones((50, 100), dtype=torch.long), cache, logits_to_keep=1)
+    lines = text_map(cache).split("\n")
+    assert [len(line) for line in lines[:-2]] == [64] * 64
+    assert lines[-2] == "and 904 more" and lines[-1].startswith("5,000 of 9,000 blocks in use")
+
+
 def test_a_pool_that_is_larger_than_can_be_drawn_says_what_is_left_out(model):
     cache = PagedCache(model.config, num_blocks=9000, block_size=1)
     forward(model, torch.ones((8, 1000), dtype=torch.long), cache)
