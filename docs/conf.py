@@ -140,6 +140,21 @@ def give_back_attribute(app: Sphinx, what: str, name: str, thing: Any, options: 
         lines[:] = kept
 
 
+def mend_source_links(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """From the code of a module that has things under several names, such as `hf_paged.record` of
+    `hf_paged.recording`, Sphinx links to all of them under the first."""
+    known = app.env.domains["py"].objects
+    module = page.removeprefix("_modules/").replace("/", ".")
+
+    def replace(found: re.Match) -> str:
+        parts = found[2].split(".")
+        names = [found[2], *(".".join([module, *parts[start:]]) for start in range(1, len(parts)))]
+        return found[1] + next((name for name in names if name in known), found[2])
+
+    if page.startswith("_modules/hf_paged"):
+        context["body"] = re.sub(r"(api\.html#)([\w.]+)", replace, context["body"])
+
+
 def always_read(app: Sphinx, *args: Any) -> list[str]:
     return ["command-line", "api"]  # these follow the code
 
@@ -151,3 +166,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", give_back_attribute, priority=600)
     app.connect("autodoc-process-docstring", read_docstring, priority=700)
     app.connect("env-get-outdated", always_read)
+    app.connect("html-page-context", mend_source_links)

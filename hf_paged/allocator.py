@@ -153,9 +153,10 @@ class BlockAllocator:
         """How many tables hold `block`."""
         return self._references[block] if block < self._fresh else 0
 
-    def parked_references(self, block: int) -> int:
-        """How many of the tables that hold `block` are parked."""
-        return self._parked.get(block, 0)
+    def all_references(self) -> tuple[list[int], dict[int, int]]:
+        """How many tables hold each block below `high_water`, and how many of the tables that hold a block are parked,
+        for blocks that have such; copies, made at once."""
+        return list(self._references), dict(self._parked)
 
     def grow(
         self, tables: Sequence[BlockTable], counts: Sequence[int], needed_from: Sequence[int] | None = None

@@ -145,6 +145,7 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def _escape_label(value: str) -> str:
+    value = value.encode("utf-8", "replace").decode("utf-8")  # lone surrogates would fail the answer to the scrape
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 

@@ -7,11 +7,12 @@ not kept.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from hf_paged.cache import PagedCache
 from hf_paged.pool import BlockPool
 
 if TYPE_CHECKING:
+    from hf_paged.allocator import BlockTable
     from hf_paged.batching.requests import FinishReason
     from hf_paged.batching.sequences import Sequence
     from hf_paged.packed import PackedStep
@@ -31,6 +33,8 @@ logger = logging.getLogger("hf_paged.steps")
 RequestState = Literal["waiting", "prompt", "decoding", "preempted"]
 BlockTables = dict[str, dict[str, tuple[int, ...]]]
 """By group of layers and by sequence (`row 0`, `request 3`), the physical blocks in order."""
+_Tables = list[tuple[str, "list[BlockTable]"]]
+"""By sequence, its table in each group of layers."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,9 @@ class StepRecord:
     """That the step stores."""
     tokens: int
     """Stored in all rows of the cache, or all running sequences of the batcher, with those of the step."""
+    held_tokens: int
+    """That have a slot in a block, over all caches and batchers that the recording has seen, once for each group of
+    layers; a token in a shared block counts for each sequence, and one that has left a sliding window does not."""
     used_blocks: int
     """Held by somebody, the kept ones not counted; of the whole pool, as the next four."""
     free_blocks: int
@@ -170,7 +177,9 @@ class Recording:
         self._last: StepRecord | None = None
         self._peak: StepRecord | None = None
         self._open: weakref.WeakKeyDictionary[Any, tuple[Any, StepRecord]] = weakref.WeakKeyDictionary()
-        self._tables_before: dict[Hashable, tuple[int, ...]] = {}
+        self._tables_before: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[int, ...]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._requests: dict[int, RequestRecord] = {}  # by the order in which they were seen
         self._followed: dict[Sequence, RequestRecord] = {}  # that have not ended
         self._ran: set[Sequence] = set()  # those of them that ran in the step before
@@ -185,6 +194,11 @@ class Recording:
         if self._peak is not None:
             parts.append(f"peak={self._peak.used_blocks:,} of {self._peak.total_blocks:,} blocks")
         return f"Recording({', '.join(parts)}, {self.seconds:.3g} s{', running' if self.is_running else ''})"
+
+    def _repr_html_(self) -> str:
+        from hf_paged.pictures.html import html_of_recording
+
+        return html_of_recording(self)
 
     # Beginning and end --------------------------------------------------------------------------------------------
 
@@ -202,6 +216,8 @@ class Recording:
 
     def __exit__(self, *error: object) -> None:
         pool = self._pool
+        if pool is None:  # it has ended
+            return
         with pool.lock:
             pool.recordings = tuple(other for other in pool.recordings if other is not self)
             self._see_waiting()
@@ -242,10 +258,11 @@ class Recording:
     @property
     def requests(self) -> list[RequestRecord]:
         """The requests of the batchers, by index and sample."""
-        if self.is_running:
-            with self._pool.lock:
+        pool = self._pool  # None once it has ended, which another thread may do meanwhile
+        with contextlib.nullcontext() if pool is None else pool.lock:
+            if self.is_running:
                 self._see_waiting()
-        return sorted(self._requests.values(), key=lambda one: (one.index, one.sample))
+            return sorted(self._requests.values(), key=lambda one: (one.index, one.sample))
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as dicts and lists, for JSON or `pandas.DataFrame(recording.as_dict()["steps"])`."""
@@ -263,9 +280,9 @@ class Recording:
 
     def note_step(self, rows: Rows, step: StepPlan) -> None:
         """A step of a cache has found its blocks."""
-        if self._owner is not rows and self._owner is not rows.pool:
-            return
         with rows.pool.lock:
+            if self._owner is not rows and self._owner is not rows.pool:  # or it has ended while others had the lock
+                return
             tables = [(f"row {row}", [group[row] for group in rows.tables]) for row in range(rows.num_rows)]
             number = self._note(
                 rows,
@@ -279,9 +296,9 @@ class Recording:
 
     def note_batch_step(self, batcher: ContinuousBatcher, step: PackedStep, sequences: list[Sequence]) -> None:
         """A step of a batcher has found its blocks."""
-        if self._owner is not batcher and self._owner is not batcher.pool:
-            return
         with batcher.pool.lock:
+            if self._owner is not batcher and self._owner is not batcher.pool:
+                return
             if batcher not in self._batchers:
                 self._batchers.append(batcher)
             running = batcher.running
@@ -307,9 +324,9 @@ class Recording:
 
     def note_request_end(self, batcher: ContinuousBatcher, sequence: Sequence, reason: FinishReason) -> None:
         """A request of a batcher has ended."""
-        if self._owner is not batcher and self._owner is not batcher.pool:
-            return
         with batcher.pool.lock:
+            if self._owner is not batcher and self._owner is not batcher.pool:
+                return
             one = self._followed.get(sequence) or self._meet(sequence)
             self._switch(one, None)
             one.finish_reason = reason
@@ -319,7 +336,7 @@ class Recording:
     # How it notes it ----------------------------------------------------------------------------------------------
 
     def _note(
-        self, owner: Rows | ContinuousBatcher, step: StepPlan | PackedStep, *, tables: Iterable, **facts: Any
+        self, owner: Rows | ContinuousBatcher, step: StepPlan | PackedStep, *, tables: _Tables, **facts: Any
     ) -> StepRecord:
         pool = self._pool
         allocators = pool.allocators
@@ -331,6 +348,7 @@ class Recording:
             shared_blocks=sum(allocator.num_shared for allocator in allocators),
             kept_blocks=sum(allocator.num_idle for allocator in allocators),
             total_blocks=sum(allocator.num_blocks for allocator in allocators),
+            held_tokens=self._count_held(owner, tables),
             block_tables=self._copy_tables(owner, tables) if self._tables else None,
             **facts,
         )
@@ -347,14 +365,24 @@ class Recording:
                 self._kept.append(one)
         return one
 
-    def _copy_tables(self, owner: Rows | ContinuousBatcher, tables: Iterable) -> BlockTables:
+    def _count_held(self, owner: Rows | ContinuousBatcher, tables: _Tables) -> int:
+        of_groups = [of_sequence for _, of_sequence in tables]
+        for other in self._open:
+            if other is not owner:
+                is_batch = isinstance(other, ContinuousBatcher)
+                of_groups += [sequence.tables for sequence in other.running] if is_batch else other.tables
+        size = self.block_size
+        return sum(max(table.length - table.first * size, 0) for each in of_groups for table in each)
+
+    def _copy_tables(self, owner: Rows | ContinuousBatcher, tables: _Tables) -> BlockTables:
         """A table that is as it was at the step before is the same object."""
         copies: BlockTables = {group.name: {} for group in self._pool.groups}
-        before, self._tables_before = self._tables_before, {}
+        before, now_held = self._tables_before.get(owner, {}), {}
         for label, of_groups in tables:
             for group, table in zip(self._pool.groups, of_groups, strict=True):
-                key, now = (id(owner), label, group.name), tuple(table.blocks)
-                copies[group.name][label] = self._tables_before[key] = now if now != before.get(key) else before[key]
+                key, now = (label, group.name), tuple(table.blocks)
+                copies[group.name][label] = now_held[key] = now if now != before.get(key) else before[key]
+        self._tables_before[owner] = now_held
         return copies
 
     def _tell(self, one: StepRecord) -> None:
@@ -366,8 +394,8 @@ class Recording:
                 *(one.number, one.rows, one.new_tokens, one.tokens, one.total_blocks, one.used_blocks),
                 *(one.shared_blocks, one.free_blocks, one.kept_blocks, batch),
             )
-        if self._on_step is not None:
-            self._on_step(one)
+        if (on_step := self._on_step) is not None:  # it may end in another thread meanwhile
+            on_step(one)
 
     def _see_states(self, step: PackedStep, sequences: list[Sequence], running: list[Sequence]) -> None:
         """Note what the sequences do in this step. Those that wait are looked at when they have waited."""

@@ -28,7 +28,7 @@ from hf_paged.bench.block_sizes import (
 )
 from hf_paged.bench.decode import DYNAMIC, PAGED, DecodePoint
 from hf_paged.bench.harness import Comparison, Ratio, Timing, describe_machine
-from hf_paged.bench.picture import draw_block_sizes
+from hf_paged.bench.picture import save_block_sizes
 from hf_paged.bench.prefill import PrefillResult, measure_prefill, prefill_point
 from hf_paged.bench.report import print_suite
 from hf_paged.bench.suite import SuiteResult
@@ -251,10 +251,10 @@ def test_the_tables_fit_a_terminal_of_80_columns() -> None:
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    draw_block_sizes(example((1000, 200)), "a title", tmp_path / "blocks.png")
+    save_block_sizes(example((1000, 200)), "a title", tmp_path / "blocks.png")
     data = (tmp_path / "blocks.png").read_bytes()
     assert data.startswith(b"\x89PNG") and struct.unpack(">II", data[16:24]) == (1440, 720)
-    draw_block_sizes(example(), "a title", tmp_path / "blocks.svg")
+    save_block_sizes(example(), "a title", tmp_path / "blocks.svg")
     assert "<svg" in (tmp_path / "blocks.svg").read_text()
 
 

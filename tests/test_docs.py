@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import runpy
 import string
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -70,8 +72,25 @@ def test_links_lead_somewhere(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_has_no_heading_twice(path):
+    headings = re.findall(r"^## (.+)$", re.sub(r"^```.*?^```$", "", read(path), flags=re.M | re.S), re.MULTILINE)
+    assert len(headings) == len(set(headings))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_included_files_exist(path):
     assert all((path.parent / included).is_file() for included in _INCLUDE.findall(read(path)))
+
+
+def test_links_from_code_lead_to_the_names_of_the_reference():
+    pytest.importorskip("sphinx")
+    conf = runpy.run_path(str(DOCS / "conf.py"))
+    objects = {"hf_paged.record", "hf_paged.recording.Recording", "hf_paged.recording.Recording.steps"}
+    app = SimpleNamespace(env=SimpleNamespace(domains={"py": SimpleNamespace(objects=objects)}))
+    context = {"body": "".join(f'<a href="../../api.html#hf_paged.{n}">' for n in ("record", "Recording.steps", "No"))}
+    conf["mend_source_links"](app, "_modules/hf_paged/recording", "page.html", context, None)
+    names = re.findall('#([^"]+)', context["body"])
+    assert names == ["hf_paged.record", "hf_paged.recording.Recording.steps", "hf_paged.No"]
 
 
 def test_every_page_is_in_the_contents():

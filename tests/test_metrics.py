@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 
@@ -108,6 +109,11 @@ def test_labels_are_escaped():
     text = prometheus_text(BlockPool(num_blocks=4), labels={"model": awkward})
     assert value(text, "block_tokens", model=awkward) == 16
     assert len(text.splitlines()) == len(prometheus_text(BlockPool(num_blocks=4)).splitlines())
+
+
+def test_a_label_that_is_no_unicode_text_fails_no_scrape():
+    text = prometheus_text({"\udcff": BlockPool(num_blocks=4)}, labels={"path": os.fsdecode(b"caf\xe9")})
+    assert value(text.encode().decode(), "block_tokens", path="caf?", name="?") == 16
 
 
 def test_several_targets_stand_under_one_heading_each(model):

@@ -8,6 +8,7 @@ import importlib
 import random
 import re
 import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -22,6 +23,7 @@ from matplotlib.collections import LineCollection, PatchCollection  # noqa: E402
 from matplotlib.colors import to_hex, to_rgb  # noqa: E402
 
 from hf_paged import BlockPool, ContinuousBatcher, PagedCache, enable_paged_attention, record  # noqa: E402
+from hf_paged.allocator import BlockTable  # noqa: E402
 from hf_paged.pictures import (  # noqa: E402
     colours,
     draw_block_tables,
@@ -173,6 +175,34 @@ def test_kept_blocks_others_and_a_pool_alone(model):
     assert text_map(pool).startswith("+++\n0 of 64 blocks in use") and "+ kept" in text_map(pool)
 
 
+def test_a_large_pool_is_looked_at_quickly_and_locked_for_less(model):
+    """A million blocks: steps of others wait only while the books are copied."""
+    pool = BlockPool(num_blocks=1_000_000, block_size=1)
+    cache = PagedCache(model.config, pool=pool)
+    rows = [BlockTable() for _ in range(500)]
+    pool.allocators[0].grow(rows, [2000] * 500)
+    cache._rows.tables = [rows]
+    lock, held = pool.lock, []
+
+    class Timed:
+        def __enter__(self):
+            lock.__enter__()
+            held.append(time.perf_counter())
+
+        def __exit__(self, *error):
+            held.append(time.perf_counter() - held.pop())
+            lock.__exit__()
+
+    pool.lock = Timed()
+    began = time.perf_counter()
+    (blocks,) = block_maps(cache)
+    taken, (locked,) = time.perf_counter() - began, held
+    pool.lock = lock
+    assert blocks.count(State.OWN) == 1_000_000 and blocks.owners[-1] == 499
+    assert locked < taken / 2
+    cache._rows.tables = []
+
+
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +253,15 @@ def test_letters_are_in_their_squares(many):
         for wanted, least in ((colour, 0.3), (colours.ink_on(colour), 0.02)):
             distance = (square - torch.tensor([int(255 * part) for part in to_rgb(wanted)])).abs().amax(1)
             assert (distance < 60).float().mean() > least, (block, wanted)
+
+
+def test_a_text_map_fits_a_terminal_whatever_the_pool(model):
+    cache = PagedCache(model.config, num_blocks=9000, block_size=1)
+    with torch.no_grad():
+        forward(model, torch.ones((50, 100), dtype=torch.long), cache, logits_to_keep=1)
+    lines = text_map(cache).split("\n")
+    assert [len(line) for line in lines[:-2]] == [64] * 64
+    assert lines[-2] == "and 904 more" and lines[-1].startswith("5,000 of 9,000 blocks in use")
 
 
 def test_a_pool_that_is_larger_than_can_be_drawn_says_what_is_left_out(model):
@@ -288,6 +327,9 @@ def test_occupancy_is_that_of_the_recording(beams):
     assert peak.get_ydata()[0] == max(used)
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     assert names == ["shared", "used by one", "tokens", "pool"]
+    detail = f"at most {max(used)} of 64, at step {recording.peak.number}; {len(used)} steps"
+    assert ax.get_title(loc="right") == detail  # no seconds, so it is the same wherever it is drawn
+    assert draw_occupancy(recording, by="seconds").get_title(loc="right").startswith(f"{detail} in ")
 
 
 def test_steps_that_were_undone_are_marked(model):
@@ -331,8 +373,9 @@ def test_a_timeline_tells_of_what_there_was(model, times, told):
     (request,) = recording.requests
     request.spans += [Span("preempted", 0.1, 3, 0.2, 4)] * times
     ax = draw_timeline(recording)
-    detail = ax.get_title(loc="right")
-    assert detail.startswith("1 request, 3 steps in ") and detail.endswith(f" s{told}")
+    assert ax.get_title(loc="right") == f"1 request, 3 steps{told}"
+    timed = draw_timeline(recording, by="seconds").get_title(loc="right")
+    assert timed.startswith("1 request, 3 steps in ") and timed.endswith(f" s{told}")
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     # It waited for no step.
     assert names == ["prompt", "decoding", *["preempted"] * bool(times), "ended"]
@@ -346,6 +389,26 @@ def test_what_is_empty_can_be_drawn(model):
         draw_pool(cache.pool).figure.draw_without_rendering()
         for draw in (draw_occupancy, draw_timeline):
             draw(recording).figure.draw_without_rendering()
+
+
+def test_a_pool_that_no_cache_was_made_on_can_be_drawn():
+    for pool in (BlockPool(), BlockPool(num_blocks=8)):
+        assert squares(draw_pool(pool)) == {}
+        assert "no blocks in use yet" in text_map(pool) and "no blocks in use yet" in pool._repr_html_()
+
+
+def test_without_entries_no_block_is_drawn(model):
+    ax = draw_mapping(PagedCache(model.config, num_blocks=8))
+    assert squares(ax) == {} and not ax.texts and ax.get_title(loc="right") == "no entries"
+
+
+@pytest.mark.parametrize(("columns", "step"), ((16, 1), (17, 2), (40, 5), (160, 10), (1000, 100)))
+def test_entries_are_counted_in_round_numbers(model, columns, step):
+    cache = PagedCache(model.config, num_blocks=columns, block_size=1)
+    with torch.no_grad():
+        forward(model, torch.ones((1, columns), dtype=torch.long), cache, logits_to_keep=1)
+    names = [int(tick.get_text()) for tick in draw_block_tables(cache).get_xticklabels()]
+    assert names == list(range(0, columns, step))
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -387,10 +450,35 @@ def test_hybrid_models_have_a_picture_for_each_group():
     assert len(draw_block_tables(cache, group=1).texts) == len(cache.block_tables[FULL][0]) == 5
 
 
+def test_logical_blocks_of_a_window_are_counted_from_the_first_that_is_held(beams):
+    hybrid = enable_paged_attention(build_model("gemma2"))
+    cache = PagedCache(hybrid.config, num_blocks=32, block_size=4)
+    with torch.no_grad():
+        for count in (14, 1):
+            forward(hybrid, torch.ones((1, count), dtype=torch.long), cache)
+    table = cache._rows.tables[0][0]
+    assert table.first > 0 and len(table.blocks) == len(draw_block_tables(cache).texts)
+    for draw in (draw_block_tables, draw_mapping):
+        assert "counted from the first that is held" in draw(cache).get_xlabel()
+        assert "counted" not in draw(cache, group=1).get_xlabel() + draw(beams[0]).get_xlabel()
+        assert_readable(draw(cache).figure)
+
+
+def test_squares_of_blocks_that_were_never_used_can_be_seen(beams):
+    (fresh,) = [one for one in draw_pool(beams[0]).collections if one.get_linestyle()[0][1]]
+    assert fresh.get_linewidth()[0] >= 0.6 and fresh.get_alpha() >= 0.7
+
+
 def test_misuse_is_refused(beams):
     _, recording = beams
     with pytest.raises(TypeError, match="pass a PagedCache"):
         draw_pool(recording)
+    for draw in (draw_block_tables, draw_mapping):
+        with pytest.raises(TypeError, match="a pool alone does not know whose its blocks are"):
+            draw(beams[0].pool)
+    for draw in (draw_pool, draw_block_tables, draw_mapping):
+        with pytest.raises(ValueError, match="there is no group 1 of layers; this model has 1, counted from 0"):
+            draw(beams[0], group=1)
     with pytest.raises(ValueError, match="'step' or 'seconds', not 'hours'"):
         draw_occupancy(recording, by="hours")
     with pytest.raises(ValueError, match="tables=True"):
@@ -457,14 +545,31 @@ def squares_of(page: str) -> list[str]:
     return [html.unescape(title) for title in re.findall(r'<span class="b \w+" title="([^"]*)">', page)]
 
 
+def tables_of(page: str) -> list[tuple[str, list[int]]]:
+    found = re.findall(r"<div>((?:row|request) [\d.]+): ([^/]*(?:</u>[^/]*)*)</div>", page)
+    return [(label, [int(block) for block in re.sub(r"</?u>|and .*", "", entries).split()]) for label, entries in found]
+
+
+def assert_well_formed(page: str) -> None:
+    """Each element is closed, in the order in which they were opened."""
+    is_open = []
+    for end, name, empty in re.findall(r"<(/?)(\w+)[^>]*?(/?)>", page):
+        if end:
+            assert is_open.pop() == name
+        elif not empty:
+            is_open.append(name)
+    assert not is_open
+
+
 def test_the_views_of_a_notebook_run_nothing_and_fetch_nothing(beams):
-    cache, _ = beams
+    cache, recording = beams
     (blocks,) = block_maps(cache)
-    for target in (cache, cache.pool):
+    for target in (cache, cache.pool, recording):
         page = target._repr_html_()
         assert not re.search(r"<script|https?:|src=|@import|url\(|onclick", page)
-        assert page.count("<div") == page.count("</div>") and len(page) < 20_000
-        assert len(squares_of(page)) == len(blocks.states)
+        assert len(page) < 20_000
+        assert_well_formed(page)
+        assert target is recording or len(squares_of(page)) == len(blocks.states)
     assert squares_of(cache._repr_html_()) == [blocks.describe(block) for block in range(len(blocks.states))]
     without_styles = re.sub(r"<style>.*</style>|<[^>]*>", "", cache._repr_html_())
     assert text_map(cache, width=10_000).split("\n")[0] in without_styles  # a text map where styles are taken away
@@ -472,9 +577,49 @@ def test_the_views_of_a_notebook_run_nothing_and_fetch_nothing(beams):
 
 def test_the_view_of_a_large_pool_is_cut(model):
     cache = PagedCache(model.config, num_blocks=9000, block_size=1)
-    forward(model, torch.ones((3, 1000), dtype=torch.long), cache)
+    with torch.no_grad():
+        forward(model, torch.ones((20, 150), dtype=torch.long), cache, logits_to_keep=1)
     page = cache._repr_html_()
     assert len(squares_of(page)) == 2048 and "and 952 more" in page and len(page) < 150_000
+    tables = tables_of(page)
+    assert [len(entries) for _, entries in tables] == [48] * 16
+    assert "and 102 more" in page and "<div>and 4 more</div>" in page
+
+
+def test_the_view_of_a_cache_has_its_block_tables(beams, model):
+    cache, _ = beams
+    page, held = cache._repr_html_(), Counter(block for table in cache.block_tables[FULL] for block in table)
+    assert tables_of(page) == [(f"row {row}", table) for row, table in enumerate(cache.block_tables[FULL])]
+    assert {int(block) for block in re.findall(r"<u>(\d+)</u>", page)} == {b for b, n in held.items() if n > 1}
+    assert "<details>" not in PagedCache(model.config, num_blocks=9)._repr_html_()
+
+
+def test_the_view_of_a_recording_has_the_blocks_over_its_steps(beams, batch):
+    _, recording = beams
+    page = recording._repr_html_()
+    names = re.findall(r"<title>([^<]*)</title>", page)
+    assert names == ["used by one", "shared"]
+    assert f"at most {recording.peak.used_blocks} of 64 blocks, at step {recording.peak.number}" in page
+    shared = re.search(r'd="M([^"]*)Z"><title>shared', page)[1].split("L")
+    assert len(shared) == 4 * len(recording.steps)
+    highest = max(max(one.used_blocks, one.held_tokens / 4) for one in recording.steps)
+    tops = [float(point.split()[1]) for point in shared[: 2 * len(recording.steps) : 2]]
+    assert tops == pytest.approx([110 * (1 - one.used_blocks / highest) for one in recording.steps], abs=0.06)
+    assert "requests: 15 length, 1 cancelled" in batch._repr_html_()
+
+
+def test_the_view_of_a_recording_is_small_whatever_its_length(model):
+    cache = PagedCache(model.config, num_blocks=64, block_size=4)
+    with record(cache) as recording:
+        assert "<svg" not in recording._repr_html_()
+        forward(model, torch.ones((1, 5), dtype=torch.long), cache)
+        assert_well_formed(recording._repr_html_())
+    (one,) = recording.steps
+    recording._kept = [dataclasses.replace(one, number=number, used_blocks=number % 64) for number in range(2000)]
+    recording.num_steps = 2000
+    page = recording._repr_html_()
+    assert len(page) < 40_000 and page.count("<svg") == 1
+    assert_well_formed(page)
 
 
 def test_the_view_of_a_batcher_has_its_requests(model):

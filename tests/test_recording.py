@@ -156,6 +156,53 @@ def test_threads_on_one_pool_are_recorded_as_one_sequence_of_steps(model):
 # Exceptions ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_recording_may_end_while_a_step_of_another_thread_waits_for_the_lock(model):
+    cache, ending = make_cache(model), []
+    pool, lock = cache.pool, cache.pool.lock
+
+    class EndsFirst:
+        """What another thread does between a step's look at the recordings and its turn."""
+
+        def __enter__(self):
+            if ending:
+                ending.pop().__exit__()
+            lock.__enter__()
+
+        def __exit__(self, *error):
+            lock.__exit__()
+
+        def take_if_free(self):
+            return lock.take_if_free()
+
+    class Told:
+        def note_step(self, rows, step):
+            ending.append(recording)
+
+    ids, mask = random_prompts((5,))
+    with record(pool) as recording:
+        pool.lock, pool.recordings = EndsFirst(), (Told(), recording)
+        generate(model, ids, mask, cache, max_new_tokens=1)
+    pool.lock, pool.recordings = lock, ()
+    assert recording.num_steps == 0 and recording.requests == [] and cache.row_lengths == [5]
+
+
+@pytest.mark.parametrize("kind", ("llama", "mistral", "gemma2"))
+def test_tokens_that_are_held_fill_the_blocks_but_for_the_last_of_each_table(kind):
+    """Of all caches on the pool, in each group of layers, and without those that have left a window of 8."""
+    model = enable_paged_attention(build_model(kind))
+    pool = BlockPool(num_blocks=64, block_size=SIZE)
+    with record(pool) as recording:
+        caches = [PagedCache(model.config, pool=pool) for _ in range(2)]
+        for cache, lengths in zip(caches, ((30,), (5, 13)), strict=True):
+            ids, mask = random_prompts(lengths)
+            generate(model, ids, mask, cache, max_new_tokens=6)
+    for one in recording.steps:
+        num_tables = len(pool.groups) * (1 if one.number < 6 else 3)
+        assert 0 <= one.used_blocks * SIZE - one.held_tokens < num_tables * SIZE
+    if kind == "llama":
+        assert recording.steps[0].held_tokens == 30 and recording.steps[-1].held_tokens == 35 + 10 + 18
+
+
 def test_a_step_that_fails_is_marked_and_the_recording_goes_on(model):
     cache = make_cache(model)
     ids, mask = random_prompts(LENGTHS)
@@ -278,6 +325,17 @@ def test_tables_that_did_not_change_are_one_object(model):
         generate(model, ids, mask, cache, max_new_tokens=4)
     first, second = (one.block_tables["full_attention"]["row 0"] for one in recording.steps[:2])
     assert first is second
+
+
+def test_tables_of_caches_that_take_turns_are_one_object_while_they_do_not_change(model):
+    pool = BlockPool(num_blocks=64, block_size=SIZE)
+    caches = [PagedCache(model.config, pool=pool) for _ in range(2)]
+    with record(pool, tables=True) as recording, torch.no_grad():
+        for _ in range(2):
+            for cache in caches:
+                forward(model, torch.ones((1, 1), dtype=torch.long), cache)
+    tables = [one.block_tables["full_attention"]["row 0"] for one in recording.steps]
+    assert tables[0] is tables[2] and tables[1] is tables[3] and tables[0] != tables[1]
 
 
 def test_a_recording_that_has_ended_keeps_nothing_alive(model):

@@ -24,7 +24,7 @@ STYLES = (
 )
 
 
-def draw_block_sizes(result: BlockSizesResult, title: str, path: Path | str) -> None:
+def save_block_sizes(result: BlockSizesResult, title: str, path: Path | str) -> None:
     """Write two panels to a .png or .svg file: times with their quartiles, and the waste of ragged rows."""
     from matplotlib.figure import Figure  # no pyplot: nothing of the caller's matplotlib changes
 

@@ -106,9 +106,9 @@ def bench(
         loaded, _ = load(model, dtype, device, progress)
         result = run_suite(loaded, options, progress=progress)
         if picture:
-            from hf_paged.bench.picture import draw_block_sizes
+            from hf_paged.bench.picture import save_block_sizes
 
-            draw_block_sizes(result.blocks, result.title, picture)
+            save_block_sizes(result.blocks, result.title, picture)
     if output:
         output.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
     show(result, print_suite, as_json)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_paged.batching.batcher import ContinuousBatcher
 from hf_paged.cache import PagedCache
 from hf_paged.recording import StepRecord, label_of, pool_of
 
 if TYPE_CHECKING:
-    from hf_paged.allocator import BlockAllocator
     from hf_paged.pool import BlockPool
+
+
+T = TypeVar("T")
 
 
 class State(Enum):
@@ -61,18 +63,26 @@ class BlockMap:
 
 
 def block_maps(target: PagedCache | BlockPool | ContinuousBatcher) -> list[BlockMap]:
-    """A map for each group of layers; of an empty pool where it has no size yet."""
+    """A map for each group of layers; of an empty pool where it has no size yet, or no cache was made on it."""
     pool = pool_of(target)
-    with pool.lock:
+    with pool.lock:  # steps of others wait for it, so what was copied is looked at later
         tables = block_tables(target)
-        maps = []
-        for number, group in enumerate(pool.groups):
-            of_group = tables.get(group.name, {})
-            if pool.is_sized:
-                maps.append(_map(group.name, pool.allocators[number], of_group))
-            else:
-                maps.append(BlockMap(group.name, 0, 0, [], [], list(of_group)))
-        return maps
+        groups = [group.name for group in pool.groups]
+        books = [(a.num_blocks, a.num_used, *a.all_references()) for a in pool.allocators]
+    if not books:
+        return [BlockMap(name, 0, 0, [], [], list(tables.get(name, ()))) for name in groups or ["no layers yet"]]
+    return [_map(name, tables.get(name, {}), *each) for name, each in zip(groups, books, strict=True)]
+
+
+def of_group(found: list[T], group: int) -> T:
+    """One of what there is for each group of layers.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    if not 0 <= group < len(found):
+        raise ValueError(f"there is no group {group} of layers; this model has {len(found)}, counted from 0")
+    return found[group]
 
 
 def block_tables(source: PagedCache | BlockPool | ContinuousBatcher | StepRecord) -> dict[str, dict[str, list[int]]]:
@@ -99,27 +109,34 @@ def block_tables(source: PagedCache | BlockPool | ContinuousBatcher | StepRecord
         }
 
 
-def _map(name: str, allocator: BlockAllocator, tables: dict[str, list[int]]) -> BlockMap:
-    holders: dict[int, list[int]] = {}
+def _map(
+    name: str,
+    tables: dict[str, list[int]],
+    num_blocks: int,
+    num_used: int,
+    references: list[int],
+    parked: dict[int, int],
+) -> BlockMap:
+    several = -1
+    holders: dict[int, int] = {}  # block -> the one sequence, or `several`
     for index, blocks in enumerate(tables.values()):
         for block in blocks:
-            holders.setdefault(block, []).append(index)
+            holders[block] = several if block in holders else index
+    free, kept, shared, other, own = State.FREE, State.KEPT, State.SHARED, State.OTHER, State.OWN
     states: list[State] = []
     owners: list[int | None] = []
-    for block in range(allocator.high_water):
-        total, held_by = allocator.references(block), holders.get(block, [])
-        in_use = total - allocator.parked_references(block)
-        owner = None
-        if not total:
-            state = State.FREE
-        elif not in_use:
-            state = State.KEPT
-        elif in_use > 1:
-            state = State.SHARED if held_by or not tables else State.OTHER
-        elif len(held_by) == 1:
-            state, owner = State.OWN, held_by[0]
-        else:
-            state = State.OTHER
+    for block, total in enumerate(references):
+        state, owner = free, None
+        if total:
+            in_use, holder = total - parked.get(block, 0), holders.get(block)
+            if not in_use:
+                state = kept
+            elif in_use > 1:
+                state = shared if holder is not None or not tables else other
+            elif holder is None or holder == several:
+                state = other
+            else:
+                state, owner = own, holder
         states.append(state)
         owners.append(owner)
-    return BlockMap(name, allocator.num_blocks, allocator.num_used, states, owners, list(tables))
+    return BlockMap(name, num_blocks, num_used, states, owners, list(tables))

@@ -126,6 +126,14 @@ def title(ax: Axes, text: str, detail: str = "") -> None:
         ax.set_title(detail, loc="right", fontsize=SMALL)
 
 
+def round_step(count: int, most: int) -> int:
+    """Every how many of `count` things to name, to name `most` at most: 1, 2 or 5 with zeros."""
+    step = 1
+    while step * most < count:
+        step = step * 5 // 2 if str(step)[0] == "2" else step * 2
+    return step
+
+
 def bare(ax: Axes) -> None:
     """No frame but at the left and below."""
     ax.spines[["top", "right"]].set_visible(False)

@@ -9,15 +9,16 @@ from hf_paged.pictures import canvas, colours
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from hf_paged.recording import Recording, RequestRecord, Span
+    from hf_paged.recording import Recording, RequestRecord, Span, StepRecord
 
 By = Literal["step", "seconds"]
 
-_LAYERS = (
+LAYERS = (
     ("used by one", "#56B4E9", None),
     ("shared", "#0072B2", "////"),
     ("kept, gives way", colours.KEPT, "...."),
 )
+"""From below: what the legend says, colour, hatching."""
 _STATES: dict[str, tuple[str, str | None, str]] = {
     # Colour, hatching, what the legend says.
     "waiting": (colours.WAITING, "....", "waiting"),
@@ -35,8 +36,9 @@ MOST_LINES = 400
 def draw_occupancy(recording: Recording, *, by: By = "step", ax: Axes | None = None) -> Axes:
     """Draw the blocks of the pool over the steps of a recording: used by one sequence, shared, and kept.
 
-    A dashed line is what the tokens of all rows would fill by themselves, a row at a time: where it is below the used
-    blocks there are slots without a token, and where it is above, sharing has saved the difference.
+    A dashed line is what the tokens of the sequences that were recorded would fill by themselves: where it is below the
+    used blocks there are slots without a token, or blocks of caches that took no step, and where it is above, sharing
+    has saved the difference.
 
     Args:
         recording: of `hf_paged.record`.
@@ -53,8 +55,7 @@ def draw_occupancy(recording: Recording, *, by: By = "step", ax: Axes | None = N
         canvas.title(
             ax,
             "Blocks in use",
-            f"at most {peak.used_blocks:,} of {peak.total_blocks:,}, at step {peak.number:,}; "
-            f"{recording.num_steps:,} steps in {recording.seconds:.3g} s",
+            f"at most {peak.used_blocks:,} of {peak.total_blocks:,}, at step {peak.number:,}; {_steps(recording, by)}",
         )
         x = _place(peak.number + 0.5, peak.seconds, by)
         ax.plot(x, peak.used_blocks, marker="v", color=canvas.ink(ax), markersize=6, linestyle="none", clip_on=False)
@@ -123,7 +124,7 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     preempted = sum(span.state == "preempted" for request in requests for span in request.spans)
     more = f", the first {MOST_LINES} drawn" if len(requests) > len(shown) else ""
     plural = "" if len(requests) == 1 else "s"
-    detail = f"{len(requests):,} request{plural}{more}, {recording.num_steps:,} steps in {recording.seconds:.3g} s"
+    detail = f"{len(requests):,} request{plural}{more}, {_steps(recording, by)}"
     if preempted:
         detail += ", preempted once" if preempted == 1 else f", preempted {preempted:,} times"
     canvas.title(ax, "Requests", detail)
@@ -134,18 +135,22 @@ def draw_timeline(recording: Recording, *, by: By = "step", ax: Axes | None = No
     return ax
 
 
+def layers_of(steps: list[StepRecord]) -> list[list[int]]:
+    """For each of `LAYERS`, its blocks at each step."""
+    return [
+        [one.used_blocks - one.shared_blocks for one in steps],
+        [one.shared_blocks for one in steps],
+        [one.kept_blocks for one in steps],
+    ]
+
+
 def _blocks(recording: Recording, by: By, ax: Axes) -> None:
     """Stacked areas of the blocks, and the blocks that the tokens need."""
     steps = recording.steps
     places = [_place(one.number, one.seconds, by) for one in steps]
     end = recording.num_steps if by == "step" else recording.seconds
-    parts = [
-        [one.used_blocks - one.shared_blocks for one in steps],
-        [one.shared_blocks for one in steps],
-        [one.kept_blocks for one in steps],
-    ]
     below = [0] * len(steps)
-    for (_, colour, hatch), part in zip(_LAYERS, parts, strict=True):
+    for (_, colour, hatch), part in zip(LAYERS, layers_of(steps), strict=True):
         top = [low + count for low, count in zip(below, part, strict=True)]
         if any(part):
             ax.fill_between(
@@ -160,7 +165,7 @@ def _blocks(recording: Recording, by: By, ax: Axes) -> None:
             )
         below = top
     if steps:
-        tokens = [one.tokens / recording.block_size for one in steps]
+        tokens = [one.held_tokens / recording.block_size for one in steps]
         ax.step([*places, end], [*tokens, tokens[-1]], where="post", color=canvas.ink(ax), linestyle="--", linewidth=1)
         undone = [one for one in steps if one.undone]
         ax.plot(
@@ -199,7 +204,7 @@ def _handles_of_blocks(ax: Axes, recording: Recording) -> list[Any]:
             hatch=hatch,
             linewidth=0,
         )
-        for (label, colour, hatch), is_there in zip(_LAYERS, has, strict=True)
+        for (label, colour, hatch), is_there in zip(LAYERS, has, strict=True)
         if is_there
     ][::-1]
     line = {"color": canvas.ink(ax), "linewidth": 1}
@@ -223,12 +228,18 @@ def _extent(span: Span, recording: Recording, by: By) -> tuple[float, float]:
     return _place(span.first_step, span.start, by), _place(end_step, end, by)
 
 
+def _steps(recording: Recording, by: By) -> str:
+    """How many, and in what time if that is what is drawn: over steps, the same recording gives the same picture."""
+    count = f"{recording.num_steps:,} step{'' if recording.num_steps == 1 else 's'}"
+    return f"{count} in {recording.seconds:.3g} s" if by == "seconds" else count
+
+
 def _axis(by: By) -> str:
     return "step" if by == "step" else "seconds since the recording began"
 
 
 def _name_requests(ax: Axes, requests: list[RequestRecord]) -> None:
-    every = max(-(-len(requests) // 25), 1)
+    every = canvas.round_step(len(requests), 25)
     names = [one.label.removeprefix("request ") for one in requests]
     ax.set_yticks([line + 0.5 for line in range(0, len(names), every)], labels=names[::every])
     ax.tick_params(axis="y", length=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.pictures import canvas, colours
-from hf_paged.pictures.blocks import BlockMap, State, block_maps
+from hf_paged.pictures.blocks import BlockMap, State, block_maps, of_group
 from hf_paged.pictures.text import letter
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def draw_pool(target: PagedCache | BlockPool | ContinuousBatcher, *, group: int 
 
     Raises:
         ImportError: matplotlib is not installed.
+        ValueError: there is no such group.
     """
-    blocks = block_maps(target)[group]
+    blocks = of_group(block_maps(target), group)
     known = min(len(blocks.states), MOST_BLOCKS)
     columns = next(width for width in COLUMNS if known <= 0.6 * width * width or width == COLUMNS[-1])
     shown = min(blocks.num_blocks, max(columns * (-(-known // columns) + 1), 128))
@@ -98,7 +99,7 @@ def _look(ax: Axes, state: State, owner: int | None) -> dict[str, Any]:
     if state is State.FREE:
         return {"facecolor": "none", "edgecolor": line, "linewidth": 0.6}
     if state is State.FRESH:
-        return {"facecolor": "none", "edgecolor": line, "linewidth": 0.4, "linestyle": ":", "alpha": 0.5}
+        return {"facecolor": "none", "edgecolor": line, "linewidth": 0.6, "linestyle": ":", "alpha": 0.7}
     hatch = HATCH.get(state)
     edge = {State.SHARED: "#FFFFFF", State.KEPT: "#707078"}.get(state, "none")
     return {"facecolor": FILL[state], "edgecolor": edge, "hatch": hatch, "linewidth": 0.0}

@@ -6,8 +6,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.pictures import canvas, colours
-from hf_paged.pictures.blocks import block_tables
+from hf_paged.pictures.blocks import block_tables, of_group
 from hf_paged.pictures.pool import FILL, HATCH, State
+from hf_paged.pool import BlockPool
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +37,10 @@ def draw_block_tables(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the step was recorded without block tables.
+        TypeError: a pool alone was passed, or something else.
+        ValueError: the step was recorded without block tables, or there is no such group.
     """
-    name, tables = list(block_tables(source).items())[group]
+    name, tables = _tables_of(source, group)
     lines, columns = max(len(tables), 1), max(map(len, tables.values()), default=0) or 1
     ax = canvas.axes(ax, height=min(1.3 + 0.28 * lines, 8.0))
     from matplotlib.collections import PatchCollection
@@ -82,8 +84,8 @@ def draw_block_tables(
             ax.add_collection(PatchCollection(shared, facecolor="none", edgecolor="#FFFFFF", hatch="////", linewidth=0))
             handles = [Patch(label="shared", facecolor=colours.SHARED, edgecolor="#FFFFFF", hatch="////", linewidth=0)]
         ax.figure.colorbar(collection, ax=ax, label="physical block", pad=0.01, aspect=30)
-    ax.set(xlim=(0, columns), ylim=(lines, 0), xlabel="logical block")
-    step = max(-(-columns // 16), 1)
+    ax.set(xlim=(0, columns), ylim=(lines, 0), xlabel=f"logical block{_counted(name)}")
+    step = canvas.round_step(columns, 16)
     ax.set_xticks([entry + 0.5 for entry in range(0, columns, step)], labels=range(0, columns, step))
     _name_lines(ax, list(tables))
     ax.tick_params(length=0)
@@ -106,9 +108,10 @@ def draw_mapping(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the step was recorded without block tables.
+        TypeError: a pool alone was passed, or something else.
+        ValueError: the step was recorded without block tables, or there is no such group.
     """
-    name, tables = list(block_tables(source).items())[group]
+    name, tables = _tables_of(source, group)
     entries = [(line, entry, block) for line, t in enumerate(tables.values()) for entry, block in enumerate(t)]
     shown, labels = entries[:MOST_ARROWS], list(tables)
     ax = canvas.axes(ax, height=3.6)
@@ -116,14 +119,14 @@ def draw_mapping(
     from matplotlib.patches import Patch, Rectangle
 
     held = Counter(block for _, _, block in shown)
-    last = max(held, default=0)
+    last = max(held, default=-1)
     # The sequences side by side above, a gap between them; the pool below, over the same width.
     starts, where = [], 0.0
     for line in range(len(labels)):
         starts.append(where)
         where += sum(one[0] == line for one in shown) + 0.8
     width = max(where - 0.8, last + 1, 1)
-    stretch, pool_stretch = width / max(where - 0.8, 1), width / (last + 1)
+    stretch, pool_stretch = width / max(where - 0.8, 1), width / max(last + 1, 1)
     squares: dict[Any, list[Rectangle]] = {}
     arrows, arrow_colours = [], []
     for line, entry, block in shown:
@@ -171,12 +174,30 @@ def draw_mapping(
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     more = len(entries) - len(shown)
-    canvas.title(ax, f"Block tables: {name}", f"the first {len(shown)} of {len(entries):,} entries" if more else "")
+    ax.set_xlabel(_counted(name).removeprefix(", "), loc="left")
+    detail = f"the first {len(shown)} of {len(entries):,} entries" if more else "" if entries else "no entries"
+    canvas.title(ax, f"Block tables: {name}", detail)
     handles = [Patch(label="shared", **_shared(light=True))] if None in squares else []
     if "free" in squares:
         handles.append(Patch(label="not theirs", facecolor="none", edgecolor=canvas.ink(ax), linewidth=0.6))
     canvas.legend_below(ax, handles)
     return ax
+
+
+def _tables_of(source: PagedCache | ContinuousBatcher | StepRecord, group: int) -> tuple[str, dict[str, list[int]]]:
+    """The name of a group of layers, and its tables by sequence."""
+    if isinstance(source, BlockPool):
+        raise TypeError(
+            "a pool alone does not know whose its blocks are; pass a PagedCache, a ContinuousBatcher, or a step that "
+            "was recorded with tables=True"
+        )
+    found = block_tables(source)
+    return of_group(list(found.items()), group)
+
+
+def _counted(group: str) -> str:
+    """What is to be said of the numbers of logical blocks: those before a window have no place in a table."""
+    return ", counted from the first that is held" if group.startswith("sliding_attention") else ""
 
 
 def _shared(*, light: bool) -> dict[str, Any]:
@@ -193,5 +214,5 @@ def _clear_ground(number: Text) -> None:
 
 
 def _name_lines(ax: Axes, labels: list[str]) -> None:
-    step = max(-(-len(labels) // 24), 1)
+    step = canvas.round_step(len(labels), 24)
     ax.set_yticks([line + 0.5 for line in range(0, len(labels), step)], labels=labels[::step])

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_paged.pool import BlockPool
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MOST_MARKS = 4096
 MARKS = {State.SHARED: "#", State.OTHER: "?", State.KEPT: "+", State.FREE: "·", State.FRESH: "·"}
 
 
@@ -35,14 +36,20 @@ def last_held(blocks: BlockMap) -> int:
 
 
 def text_map(target: PagedCache | BlockPool | ContinuousBatcher, width: int = 64) -> str:
-    """The blocks as lines of marks, `width` to a line, with a legend; one such map for each group of layers."""
+    """The blocks as lines of marks, `width` to a line, with a legend; one such map for each group of layers.
+
+    Of more than 4,096 blocks the first are shown.
+    """
     maps = block_maps(target)
     return "\n".join(_one_map(blocks, width, f"{blocks.group}: " if len(maps) > 1 else "") for blocks in maps)
 
 
 def _one_map(blocks: BlockMap, width: int, name: str) -> str:
-    marks = "".join(mark(blocks, block) for block in range(last_held(blocks)))
+    shown = min(last_held(blocks), MOST_MARKS)
+    marks = "".join(mark(blocks, block) for block in range(shown))
     lines = [marks[start : start + width] for start in range(0, len(marks), width)]
+    if more := last_held(blocks) - shown:
+        lines.append(f"and {more:,} more")
     of_a_batch = any(label.startswith("request") for label in blocks.labels)
     legend = [f"a letter a {'request' if of_a_batch else 'row'}, # shared, · free"]
     legend += [f"{MARKS[state]} {text}" for state, text in _RARE.items() if MARKS[state] in marks]
