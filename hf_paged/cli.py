@@ -193,7 +193,7 @@ def bench(
         )
         loaded, _ = _load(model, dtype, device, progress)
         result = run_suite(loaded, options, progress=progress)
-        if picture:
+        if picture and result.blocks:
             from hf_paged.bench.picture import draw_block_sizes
 
             draw_block_sizes(result.blocks, result.title, picture)

@@ -33,6 +33,11 @@ SHAPE = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_att
 ENDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 CONFIGS = {
     "llama": {"num_hidden_layers": 3, "num_key_value_heads": 2},
+    "gemma2": {"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 8},
+    "gpt_oss": {
+        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+    },
     "gemma3_text": {"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 8},
     "gemma3n_text": {
         **{"num_hidden_layers": 6, "num_key_value_heads": 2, "sliding_window": 8, "num_kv_shared_layers": 2},

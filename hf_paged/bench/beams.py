@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged.bench.decode import DYNAMIC, PAGED, share_weights
+from hf_paged.bench.decode import DYNAMIC, PAGED, share_weights, use_sdpa
 from hf_paged.bench.harness import Comparison, compare, synchronizer
+from hf_paged.bench.memory import dynamic_bytes as kv_bytes_of
 from hf_paged.cache import PagedCache
 from hf_paged.models import cache_keyword
 from hf_paged.patches.enable import enable_paged_attention
@@ -74,7 +75,7 @@ def measure_beams(
     paged_model = share_weights(model)
     enable_paged_attention(paged_model)
     model = share_weights(model)
-    model.set_attn_implementation("sdpa")
+    use_sdpa(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.get_text_config().vocab_size, (prompts, length), generator=generator)
     ids = ids.to(model.device)
@@ -93,9 +94,7 @@ def measure_beams(
     def dynamic() -> None:
         cache = DynamicCache(config=model.config)
         tokens[DYNAMIC] = model.generate(**options, **{cache_keyword(model): cache})
-        nbytes[DYNAMIC] = sum(
-            t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values)
-        )
+        nbytes[DYNAMIC] = kv_bytes_of(cache)
 
     def paged() -> None:
         blocks = prompts * -(-length // block_size) + 2 * prompts * beams * (2 - -(new_tokens) // block_size)
