@@ -21,14 +21,14 @@ app = typer.Typer(
     "Start with `hf-paged demo`: it answers a few prompts with the ordinary cache and with the paged one, "
     "checks that the texts are equal, and shows speed and memory of both. `hf-paged doctor` tells whether this machine "
     "is ready, `hf-paged plan MODEL` how many requests fit into its memory.",
-    epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or a missing model.",
+    epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or a missing model, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-CHECK_FAILED, CANNOT_RUN = 1, 2
+CHECK_FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
 
 
 class DType(StrEnum):
@@ -172,7 +172,7 @@ def bench(
     sure it is.
 
     The sides run in turn in one process, and their ratio is taken round by round. Leave the machine alone meanwhile:
-    other work shows in the spread.
+    other work shows in the spread. Ctrl-C ends it early and shows what was measured until then.
     """
     with _errors(), _progress() as progress:
         _check_block_size(block_size)
@@ -203,6 +203,8 @@ def bench(
         _print_json(result.as_dict())
     else:
         print_suite(result, Console())
+    if result.is_interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not result.passed:
         raise typer.Exit(CHECK_FAILED)
 

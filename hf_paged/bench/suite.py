@@ -116,6 +116,8 @@ class SuiteResult:
     """Parts that this model cannot have, and why."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """Parts that broke off, and what was raised."""
+    is_interrupted: bool = False
+    """By the user, after whom nothing more was measured."""
 
     @property
     def title(self) -> str:
@@ -139,6 +141,7 @@ class SuiteResult:
             "passed": self.passed,
             "left_out": dict(self.left_out),
             "failures": dict(self.failures),
+            "interrupted": self.is_interrupted,
             "attention_us": [result.as_dict() for result in self.attention],
             "prefill": [result.as_dict() for result in self.prefill],
             "decode": [result.as_dict() for result in self.decode],
@@ -172,7 +175,8 @@ def run_suite(
 
     def measured(part: str, measure: Callable[[], Any], otherwise: Any = None) -> Any:
         """What a part gave; a part that breaks off must not take the others with it, which may have taken an hour."""
-        if part not in options.parts:
+        nonlocal is_interrupted
+        if part not in options.parts or is_interrupted:
             return otherwise
         try:
             return measure()
@@ -181,6 +185,9 @@ def run_suite(
         except Exception as error:  # whatever a model's code raises
             failures[part] = f"{type(error).__name__}: {_first_line(error)}"
             logger.info("%s broke off", part, exc_info=True)
+        except KeyboardInterrupt:  # what took long until now is shown
+            failures[part] = "interrupted; what comes after it was not measured"
+            is_interrupted = True
         return otherwise
 
     def compile_and_measure() -> tuple[CompiledResult, ...]:
@@ -204,6 +211,7 @@ def run_suite(
             return {"error": str(error)}
 
     compiled_error: str | None = None
+    is_interrupted = False
     few_beams = {"prompts": 2, "beams": 3, "length": 256, "new_tokens": 8, "rounds": 2} if options.quick else {}
     few_requests = {"reserved_requests": 2, "max_length": 256, "num_requests": 12} if options.quick else {}
     lengths = QUICK_LENGTHS if options.quick else LENGTHS
@@ -240,6 +248,7 @@ def run_suite(
         compiled_error=compiled_error,
         left_out=left_out,
         failures=failures,
+        is_interrupted=is_interrupted,
         **found,
     )
 
