@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,8 +98,8 @@ def load_model(
     try:
         with quiet(hub=False):
             return _load(name_or_path, dtype or "auto", device)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:  # the last: what a config does not allow
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         raise ModelLoadError(
             f"Cannot load the model '{name_or_path}': {reason}\n"
             "--model takes a hub id (with network access) or the path of a folder that holds a model; "

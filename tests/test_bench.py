@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from rich.console import Console
+from test_capacity import tiny_config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_paged.bench import harness
 from hf_paged.bench.decode import DYNAMIC, PAGED, DecodePoint, measure_decode, share_weights
@@ -231,6 +233,96 @@ def test_the_suite_prints_and_gives_json(tiny_llama: LlamaForCausalLM, without_g
         "Host time",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "falcon_h1", "deepseek_v3", "gemma3n_text"])
+def test_models_of_every_kind_are_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, states, latents, layers that read the keys of others, and one that has no sdpa."""
+    from hf_paged.bench import decode, host
+    from hf_paged.bench.beams import measure_beams
+
+    monkeypatch.setattr(decode, "measure_read_bandwidth", lambda *args: 1.0)
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)  # most of the time here
+    monkeypatch.setattr(host, "ROWS", 2)
+    monkeypatch.setattr(host, "LENGTH", 20)
+    monkeypatch.setattr(host, "STEPS", 2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+    parts = ("decode", "blocks", "host")
+    result = run_suite(model, SuiteOptions(parts=parts, points=[DecodePoint(2, 40)], rounds=1, block_sizes=(16,)))
+    assert result.passed and not result.failures and not result.left_out, result.failures
+    assert result.blocks.without_static is None
+    memory = measure_memory(model, (5, 20), steps=2)
+    assert memory.dynamic_bytes > 0 and memory.tokens <= 6 + 21
+    assert measure_beams(model, prompts=1, beams=2, length=20, new_tokens=3, rounds=1).dynamic_bytes > 0
+
+
+def test_a_model_that_is_not_batched_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_paged.bench import batching
+
+    monkeypatch.setattr(batching, "generate_padded", lambda *args: pytest.fail("measured before it is refused"))
+    for name, reason in (("deepseek_v3", "cannot be batched continuously"), ("qwen3_next", "recurrent layers")):
+        model = AutoModelForCausalLM.from_config(tiny_config(name)).eval()
+        result = run_suite(model, SuiteOptions(parts=["batching", "capacity"], quick=True))
+        assert result.passed and not result.batching and result.capacity is None
+        assert all(reason in result.left_out[part] for part in ("batching", "capacity"))
+
+
+def test_the_bytes_of_a_step_are_those_of_its_windows() -> None:
+    config = tiny_config("gemma3n_text")  # of six layers, every other has a window of 8, and two read those of others
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    (result,) = measure_decode(model, [DecodePoint(3, 50)], rounds=1, steps=1)
+    per_token = 2 * 2 * 16 * 4  # K and V, heads, head_dim, float32
+    assert result.kv_bytes == 3 * per_token * (2 * 7 + 2 * 50)
+    assert result.added_bytes == 3 * per_token * 2 * (50 - 16)
+
+
+def test_where_a_model_does_not_run_with_a_static_cache_it_is_left_out() -> None:
+    config = AutoConfig.for_model("bloom", vocab_size=199, hidden_size=64, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    options = SuiteOptions(parts=["blocks"], points=[DecodePoint(2, 40)], rounds=1, block_sizes=(16, 32))
+    result = run_suite(model, options)
+    assert result.passed and result.blocks.without_static.startswith("RuntimeError")
+    assert "static" not in result.blocks.points[0].kv_bytes
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_suite(result, console)
+    assert "StaticCache is left out" in console.export_text()
+
+
+def test_a_part_that_breaks_off_leaves_the_others(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged.bench import suite
+
+    def breaks(*args: object, **kwargs: object) -> None:
+        raise MemoryError("not so much\nof it")
+
+    monkeypatch.setattr(suite, "measure_decode", breaks)
+    result = run_suite(tiny_llama, SuiteOptions(parts=["prefill", "decode"], points=[DecodePoint(1, 20)], rounds=1))
+    assert len(result.prefill) == 1 and not result.decode and not result.passed
+    assert result.as_dict()["failures"] == {"decode": "MemoryError: not so much"}
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_suite(result, console)
+    assert "Reading prompts" in (text := console.export_text()) and "decode broke off: MemoryError" in text
+
+
+def test_without_generate_batch_the_other_ways_are_measured(
+    tiny_llama: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged.bench import batching
+
+    def refuses(*args: object) -> None:
+        raise ValueError("no such attention")
+
+    monkeypatch.setattr(batching, "generate_batch", refuses)
+    result = run_suite(tiny_llama, SuiteOptions(parts=["batching"], quick=True))
+    (found,) = result.batching
+    assert result.passed and found.left_out == "ValueError: no such attention"
+    assert batching.BATCH not in found.comparison.timings and batching.MANY in found.comparison.timings
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_suite(result, console)
+    assert "generate_batch is left out" in console.export_text()
 
 
 def test_a_beam_search_is_compared_as_a_whole(tiny_llama):

@@ -26,13 +26,18 @@ from hf_paged.capacity import (
     probe,
     read_lengths,
 )
-from hf_paged.models import ModelLoadError
+from hf_paged.models import ModelLoadError, load_model
 
 GB, GIB = 10**9, 2**30
 SHAPE = {"vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
 ENDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 CONFIGS = {
     "llama": {"num_hidden_layers": 3, "num_key_value_heads": 2},
+    "gemma2": {"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 8},
+    "gpt_oss": {
+        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2},
+    },
     "gemma3_text": {"num_hidden_layers": 6, "num_key_value_heads": 1, "sliding_window": 8},
     "gemma3n_text": {
         **{"num_hidden_layers": 6, "num_key_value_heads": 2, "sliding_window": 8, "num_kv_shared_layers": 2},
@@ -185,6 +190,29 @@ def test_real_lengths_give_an_average_and_a_worst_case() -> None:
     assert lengths.too_long == 1 and lengths.total.max == 176 and lengths.total.mean == 104
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+def test_what_growing_answers_hold_is_summed_without_a_table_of_lengths(window: int | None) -> None:
+    group = GroupFootprint("sliding_attention" if window else "full_attention", window, 1, 1)
+    footprint = Footprint((group,))
+    lengths = np.arange(1, 100)
+    expected = np.cumsum(footprint.pool_blocks(lengths, 8))
+    assert footprint.summed_blocks(lengths, 8).tolist() == expected.tolist()
+    longest = 2**31 - 10  # whose lengths would not fit into memory
+    found = plan_capacity(footprint, 10**12, max_length=2**31 - 1, lengths=([longest] * 3, [9] * 3)).lengths
+    assert found.running_bytes == found.longest_bytes > 0
+
+
+def test_a_request_longer_than_the_model_is_told_of() -> None:
+    footprint = Footprint((GroupFootprint("full_attention", None, 1, 1),), max_positions=512)
+    assert any("512 tokens as the longest" in note for note in plan_capacity(footprint, length=513).notes)
+    assert not plan_capacity(footprint, length=512).notes
+
+
+def test_the_block_size_that_is_asked_for_is_among_those_that_are_compared() -> None:
+    sizes = [fit.block_size for fit in plan_capacity(Footprint.per_token(1), block_size=8).block_sizes]
+    assert sizes == [8, 16, 32, 64, 128, 256]
+
+
 def test_a_plan_is_json() -> None:
     plan = plan_capacity(
         footprint_of(tiny_config("gemma3_text")), MemoryBudget.of_gpu(GIB, 100, 200), lengths=([3, 4], [5, 6])
@@ -227,6 +255,10 @@ def test_sizes_are_shown_in_either_kind() -> None:
         ({"lengths": ([1, 2], [3])}, "as many of both"),
         ({"lengths": ([], [])}, "and some"),
         ({"lengths": ([-1], [3])}, "negative"),
+        ({"length": 10**20, "max_length": 10**20}, "length must be at most 2,147,483,647"),
+        ({"max_length": 2**31}, "max_length must be at most"),
+        ({"lengths": ([10**11], [3])}, "one of the lengths is 100,000,000,000"),
+        ({"lengths": ([1], [10**30])}, "one of the lengths is"),
     ],
 )
 def test_what_makes_no_plan_is_refused(arguments: dict, message: str) -> None:
@@ -290,6 +322,27 @@ def test_configs_come_from_files_and_folders(tmp_path: Path) -> None:
     (tmp_path / "new.json").write_text('{"model_type": "not-yet"}')
     with pytest.raises(ModelLoadError, match="not-yet"):
         load_config(tmp_path / "new.json")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError, match=r"the folder holds no config\.json"):
+        load_config(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_attention_heads": "many"},
+        {"num_hidden_layers": 1.5},
+        {"num_attention_heads": 7, "hidden_size": 64},
+        {"max_position_embeddings": None},
+    ],
+)
+def test_a_config_that_its_class_does_not_allow_is_told_of(tmp_path: Path, values: dict) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | values))
+    for place in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ModelLoadError, match=next(iter(values)).replace("num_attention_heads", "attention.heads")):
+            load_config(place)
+    with pytest.raises(ModelLoadError, match="Cannot load the model"):
+        load_model(tmp_path)
 
 
 ROWS = [{"prompt": "a b c", "prompt_tokens": 3, "ids": [1, 2]}, {"prompt": "d", "prompt_tokens": 1, "ids": [3]}]
@@ -321,6 +374,32 @@ def test_columns_that_give_no_lengths_are_named(rows: Path) -> None:
     broken.write_text("{")
     with pytest.raises(LengthsError, match=r"Cannot read broken\.jsonl"):
         read_lengths(broken, "a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.jsonl", ""), ("a.jsonl", "\n\n"), ("a.csv", ""), ("a.csv", "prompt,output\n")]
+)
+def test_a_file_without_requests_is_told_of(tmp_path: Path, name: str, text: str) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / name).write_text(text)
+    with pytest.raises(LengthsError, match="it holds no requests"):
+        read_lengths(tmp_path / name, "prompt", "output")
+
+
+def test_names_of_files_are_no_patterns(rows: Path) -> None:
+    place = rows.rename(rows.with_name("[r]o*s?.jsonl"))
+    rows.with_name("rows.jsonl").write_text('{"prompt_tokens": 9, "ids": [1]}')
+    assert read_lengths(place, "prompt_tokens", "ids") == ([3, 1], [2, 1])
+
+
+def test_what_is_raised_is_not_logged_beside(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    datasets = pytest.importorskip("datasets")
+    before = datasets.logging.get_verbosity()
+    (tmp_path / "bad.parquet").write_text("nonsense")
+    with pytest.raises(LengthsError, match=r"Cannot read bad\.parquet"):
+        read_lengths(tmp_path / "bad.parquet", "a", "b")
+    assert capfd.readouterr() == ("", "")
+    assert datasets.logging.get_verbosity() == before
 
 
 def test_without_datasets_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

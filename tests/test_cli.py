@@ -304,6 +304,25 @@ def test_bench_writes_json(tiny_llama_folder: Path, tmp_path: Path) -> None:
     assert saved["machine"]["versions"]["torch"]
 
 
+def test_an_interrupted_bench_shows_what_it_has_measured(
+    tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_paged.bench import suite
+
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "measure_decode", interrupted)
+    monkeypatch.setattr(suite, "measure_memory", lambda *args, **kwargs: pytest.fail("it went on"))
+    output = tmp_path / "bench.json"
+    parts = ["--only", "prefill", "--only", "decode", "--only", "memory", "--points", "1x20", "--rounds", "1"]
+    result = runner.invoke(app, ["bench", "--model", str(tiny_llama_folder), *parts, "--output", str(output)])
+    assert result.exit_code == 130, result.output
+    assert "Reading prompts" in result.stdout and "decode broke off: interrupted" in result.stdout
+    saved = json.loads(output.read_text())
+    assert saved["interrupted"] and len(saved["prefill"]) == 1 and not saved["passed"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -324,6 +343,7 @@ def test_bench_writes_json(tiny_llama_folder: Path, tmp_path: Path) -> None:
         (["plan", "--kv-bytes-per-token", "1KB", "--gpu-memory", "1GB", "--kv-memory", "1GB"], "not both"),
         (["plan", "--kv-bytes-per-token", "1KB", "--length", "9", "--max-length", "8"], "does not fit"),
         (["plan", "--kv-bytes-per-token", "1KB", "--lengths", "/no/such.csv"], "no such file"),
+        (["plan", "--kv-bytes-per-token", "1KB", "--length", "9" * 20], "largest pool"),
         (["nonsense"], "No such command"),
     ],
 )

@@ -235,3 +235,15 @@ def test_without_compilation_there_are_no_kernels(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     (finding,) = (found for found in environment.check_surroundings() if found.name == "numba's cache")
     assert finding.status is Status.failed
+
+
+def test_variables_are_suspected_before_a_report_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(correctness, "_tiny_llama", fails)
+    assert "please report" in correctness.check_model(CPU).advice
+    monkeypatch.setenv(select.ENVIRONMENT_VARIABLE, "nonsense")
+    assert correctness.check_model(CPU).advice.startswith("unset HF_PAGED_BACKEND, and see")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    assert "HF_PAGED_BACKEND and NUMBA_DISABLE_JIT" in correctness.check_model(CPU).advice

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_paged.batching.batcher import ContinuousBatcher
-from hf_paged.bench.decode import share_weights
+from hf_paged.bench.decode import share_weights, use_sdpa
 from hf_paged.bench.harness import Comparison, compare, synchronizer
 from hf_paged.layer_kinds import layer_kinds
 from hf_paged.models import cache_keyword
@@ -65,12 +65,14 @@ class BatchingResult:
         agrees: the share of requests whose tokens were those of padded generate() in generate_many. Rounding differs
             between batches, so that near ties may fall either way.
         packed_layers: linear layers that were packed, where they can be (on a CPU).
+        left_out: why generate_batch does not serve this model; None if it does.
     """
 
     workload: Workload
     comparison: Comparison
     agrees: float
     packed_layers: int = 0
+    left_out: str | None = None
 
     def tokens_per_second(self, name: str) -> float:
         """New tokens that were asked for, per second."""
@@ -83,6 +85,7 @@ class BatchingResult:
             "new_tokens": sum(self.workload.new_tokens),
             "agrees": self.agrees,
             "packed_layers": self.packed_layers,
+            "generate_batch_left_out": self.left_out,
             "tokens_per_second": {name: self.tokens_per_second(name) for name in self.comparison.timings},
             **self.comparison.as_dict(),
         }
@@ -99,14 +102,14 @@ def measure_batching(
     """Do a workload in each way, alternating. No sequence ends before its number of tokens."""
     ids = workload.ids(model.config.get_text_config().vocab_size)
     plain, ours = without_eos(model), without_eos(model)
-    plain.set_attn_implementation("sdpa")
+    use_sdpa(plain)
     enable_paged_attention(ours)
     ways = {
         PADDED: partial(_padded, plain),
         BATCH: partial(generate_batch, plain),
         MANY: partial(_many, ours, block_size),
     }
-    report = None
+    report, left_out = None, None
     if model.device.type == "cpu":
         packed = without_eos(model)
         report = pack_linears(packed)
@@ -117,8 +120,16 @@ def measure_batching(
     def run(name: str) -> None:
         tokens[name] = ways[name](ids, workload.new_tokens)
 
-    for way in ways.values():  # a few tokens, so that nothing is made for the first time below
-        way(ids[:2], (4, 4))
+    for name in (MANY, *(name for name in ways if name != MANY)):  # ours first: it says soonest what cannot be batched
+        try:
+            ways[name](ids[:2], (4, 4))  # a few tokens, so that nothing is made for the first time below
+        except Exception as error:  # whatever transformers' own batching raises about a model
+            if name != BATCH:
+                raise
+            lines = str(error).strip().splitlines()
+            left_out = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    if left_out:
+        del ways[BATCH]
     comparison = compare(
         {name: partial(run, name) for name in ways},
         repeats=rounds,
@@ -127,7 +138,7 @@ def measure_batching(
         progress=lambda text: progress(f"{workload.name}, {text}") if progress else None,
     )
     same = [a == b for a, b in zip(tokens[PADDED], tokens[MANY], strict=True)]
-    return BatchingResult(workload, comparison, sum(same) / len(same), report.packed if report else 0)
+    return BatchingResult(workload, comparison, sum(same) / len(same), report.packed if report else 0, left_out)
 
 
 def _padded(model: PreTrainedModel, ids: Sequence[list[int]], new_tokens: Sequence[int]) -> list[list[int]]:
@@ -195,10 +206,12 @@ def measure_capacity(
     workload = Workload("capacity", spread(24, 96, num_requests), spread(16, 64, num_requests)[::-1])
     ids = workload.ids(model.config.get_text_config().vocab_size)
     plain, ours = without_eos(model), without_eos(model)
-    plain.set_attn_implementation("sdpa")
+    use_sdpa(plain)
     enable_paged_attention(ours)
     new_tokens, budget = sum(workload.new_tokens), reserved_requests * max_length
 
+    with ContinuousBatcher(ours, num_blocks=budget // block_size, block_size=block_size):
+        pass  # says at once what cannot be batched
     say(f"capacity: {reserved_requests} rows of {max_length} tokens, reserved")
     began = time.perf_counter()
     for first in range(0, num_requests, reserved_requests):

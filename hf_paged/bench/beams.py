@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_paged.bench.decode import DYNAMIC, PAGED, share_weights
+from hf_paged.bench.decode import DYNAMIC, PAGED, share_weights, use_sdpa
 from hf_paged.bench.harness import Comparison, compare, synchronizer
 from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.cache import PagedCache
@@ -75,7 +75,7 @@ def measure_beams(
     paged_model = share_weights(model)
     enable_paged_attention(paged_model)
     model = share_weights(model)
-    model.set_attn_implementation("sdpa")
+    use_sdpa(model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, model.config.get_text_config().vocab_size, (prompts, length), generator=generator)
     ids = ids.to(model.device)

@@ -13,11 +13,14 @@ from enum import StrEnum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_paged.bench.decode import (
     DYNAMIC,
     DecodePoint,
     PointResult,
     prefill,
+    random_ids,
     room_of,
     share_weights,
     time_steps,
@@ -26,6 +29,7 @@ from hf_paged.bench.decode import (
 from hf_paged.bench.harness import Comparison, Ratio, shuffled
 from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.bench.prefill import PrefillResult, emptied, prefill_point, time_prefill
+from hf_paged.models import cache_keyword
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -100,10 +104,12 @@ class BlockSizesResult:
 
     Attributes:
         sizes: tokens a block, ascending. The others are compared with the smallest, which wastes least.
+        without_static: why StaticCache is no side; None if it is one.
     """
 
     sizes: tuple[int, ...]
     points: tuple[BlockSizePoint, ...]
+    without_static: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -143,6 +149,7 @@ class BlockSizesResult:
         both = {"decode": self.decode_gains, "prefill": self.prefill_gains}
         return {
             "sizes": list(self.sizes),
+            "without_static": self.without_static,
             "decode": [result.as_dict() for result in self.points],
             "prefill": [result.as_dict() for result in self.prefills],
             "times_as_fast_as_smallest": {
@@ -182,13 +189,13 @@ def measure_block_sizes(
     paged = share_weights(model)
     enable_paged_attention(paged)
     block_sizes = {str(size): size for size in sizes} | {AGAIN: sizes[0]}
+    without_static = _why_no_static_cache(model)
     models = {DYNAMIC: model, STATIC: model} | dict.fromkeys(block_sizes, paged)
 
     def make_caches(batch: int, length: int) -> dict[str, Cache]:
-        caches: dict[str, Cache] = {
-            DYNAMIC: DynamicCache(config=model.config),
-            STATIC: StaticCache(config=model.config, max_cache_len=length),
-        }
+        caches: dict[str, Cache] = {DYNAMIC: DynamicCache(config=model.config)}
+        if not without_static:
+            caches[STATIC] = StaticCache(config=model.config, max_cache_len=length)
         for name, size in block_sizes.items():
             caches[name] = PagedCache(model.config, block_size=size, num_blocks=batch * -(-length // size))
         return caches
@@ -228,7 +235,22 @@ def measure_block_sizes(
         }
         prefilled = prefills[prefill_point(point, model.device)]
         results.append(BlockSizePoint(point, comparison, prefilled, kv_bytes, difference, tolerance_of(model)))
-    return BlockSizesResult(sizes, tuple(results))
+    return BlockSizesResult(sizes, tuple(results), without_static)
+
+
+def _why_no_static_cache(model: PreTrainedModel) -> str | None:
+    """What this model says of a StaticCache that is longer than its rows (as those with ALiBi do); None if it runs."""
+    from transformers import StaticCache
+
+    try:
+        ids = random_ids(model, (1, 3))
+        cache = {cache_keyword(model): StaticCache(config=model.config, max_cache_len=8)}
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **cache)
+    except Exception as error:  # whatever a model's code raises
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    return None
 
 
 def gains(comparisons: Sequence[Comparison], sizes: Sequence[int]) -> dict[int, Ratio]:

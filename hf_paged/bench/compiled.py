@@ -12,7 +12,7 @@ import torch
 from hf_paged.bench.decode import (
     DecodePoint,
     PointResult,
-    fill,
+    fill_all,
     prefill,
     random_ids,
     relative_difference,
@@ -101,8 +101,7 @@ def measure_compiled(
         room = steps * (rounds + WARMUP)
         blocks = point.batch * -(-(point.length + room) // block_size)
         caches = _make_caches(model, point, room, block_size, blocks)
-        for cache in caches.values():
-            fill(cache, prefix, point)
+        fill_all(models, caches, prefix, point)
         ids = random_ids(model, (point.batch, point.length + room))
         steppers = {name: _Stepper(models[name], forwards[name], caches[name], ids, point.length) for name in caches}
         comparison = compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 DYNAMIC, PAGED = "dynamic", "paged"
+Prefix = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of a row, by layer."""
 _WARMUP = 2  # calls of each side that are not timed
 _BASE_LENGTH = 16  # short enough that a step's time is all but independent of the cache
 
@@ -71,6 +74,7 @@ class DecodeResult(PointResult):
         comparison: seconds of one decode step, by cache.
         base: the same with a context of a few tokens only: what a step costs before there is a context to read.
         kv_bytes: bytes of keys and values that attention must read in one step.
+        added_bytes: of these, what `base` does not read.
         read_bandwidth: bytes per second at which the machine reads as many bytes that lie in one piece.
         logit_difference: largest difference of the two sides' logits after all steps, relative to the largest logit.
         tolerance: what that difference may be, for the dtype.
@@ -80,6 +84,7 @@ class DecodeResult(PointResult):
     comparison: Comparison
     base: Comparison
     kv_bytes: int
+    added_bytes: int
     read_bandwidth: float
     logit_difference: float
     tolerance: float
@@ -93,7 +98,7 @@ class DecodeResult(PointResult):
     def context_bandwidth(self, name: str) -> float | None:
         """Bytes of keys and values over the time that the context adds: the rate of attention within the step."""
         seconds = self.context_seconds(name)
-        return None if seconds is None else self.kv_bytes * (1 - _BASE_LENGTH / self.point.length) / seconds
+        return None if seconds is None else self.added_bytes / seconds
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -117,7 +122,8 @@ def measure_decode(
     """Time decode steps at each of `points`, one result after the other.
 
     Both caches hold the same keys and values: those of one row of random tokens, repeated for every row (each row has
-    memory of its own). Both run the same steps in alternation and so stay equally long.
+    memory of its own). Where layers have windows, states or other layers' keys, the model
+    reads the tokens into both. Both run the same steps in alternation and so stay equally long.
 
     Args:
         rounds: how often each side is timed.
@@ -133,13 +139,13 @@ def measure_decode(
     twin = share_weights(model)
     enable_paged_attention(twin)
 
-    def measure(point: DecodePoint, name: str) -> tuple[Comparison, float]:
+    def measure(point: DecodePoint, name: str) -> tuple[Comparison, float, Cache]:
         blocks = point.batch * -(-(point.length + room_of(rounds, steps)) // block_size)
         caches = {
             DYNAMIC: DynamicCache(config=model.config),
             PAGED: PagedCache(model.config, block_size=block_size, num_blocks=blocks),
         }
-        return time_steps(
+        found = time_steps(
             {DYNAMIC: model, PAGED: twin},
             caches,
             prefix,
@@ -148,22 +154,30 @@ def measure_decode(
             steps=steps,
             progress=lambda text: say(f"decode {name}: {text}"),
         )
+        return *found, caches[DYNAMIC]
 
     bases: dict[int, Comparison] = {}
     for point in points:
         if point.batch not in bases:
-            bases[point.batch], _ = measure(DecodePoint(point.batch, _BASE_LENGTH), f"{point.batch} x {_BASE_LENGTH}")
-        comparison, difference = measure(point, str(point))
-        kv_bytes = sum(k[:, :, :1].nbytes + v[:, :, :1].nbytes for k, v in prefix) * point.batch * point.length
+            bases[point.batch], *_ = measure(DecodePoint(point.batch, _BASE_LENGTH), f"{point.batch} x {_BASE_LENGTH}")
+        comparison, difference, cache = measure(point, str(point))
+        kv_bytes = bytes_read(cache, point.length)
         yield DecodeResult(
             point=point,
             comparison=comparison,
             base=bases[point.batch],
             kv_bytes=kv_bytes,
+            added_bytes=kv_bytes - bytes_read(cache, min(_BASE_LENGTH, point.length)),
             read_bandwidth=measure_read_bandwidth(kv_bytes, model.device),
             logit_difference=difference,
             tolerance=tolerance_of(model),
         )
+
+
+def use_sdpa(model: PreTrainedModel) -> None:
+    """Have a model attend with sdpa, or as it does where it cannot (as gpt-oss)."""
+    with contextlib.suppress(ValueError):
+        model.set_attn_implementation("sdpa")
 
 
 def share_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -179,7 +193,7 @@ def room_of(rounds: int, steps: int) -> int:
 def time_steps(
     models: Mapping[str, PreTrainedModel],
     caches: Mapping[str, Cache],
-    prefix: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    prefix: Prefix | None,
     point: DecodePoint,
     *,
     rounds: int,
@@ -193,8 +207,7 @@ def time_steps(
         Seconds per decode step of each side, and the largest difference of any side's last logits from the baseline's,
         relative to the largest logit.
     """
-    for cache in caches.values():
-        fill(cache, prefix, point)
+    fill_all(models, caches, prefix, point)
     baseline = next(iter(caches))
     ids = random_ids(models[baseline], (point.batch, room_of(rounds, steps)))
     decoders = {name: _Decoder(models[name], caches[name], point.length, ids) for name in caches}
@@ -249,18 +262,47 @@ class _Decoder:
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, length: int, chunk: int = 512) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of one row of random tokens, by layer: two tensors `[1, kv_heads, length, head_dim]` each."""
+def prefill(model: PreTrainedModel, length: int) -> Prefix | None:
+    """Keys and values of one row of random tokens, by layer: two tensors `[1, kv_heads, length, head_dim]` each.
+
+    None where a layer keeps anything else: the tokens of a window, a state, or nothing.
+    """
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
-    for ids in random_ids(model, (1, length)).split(chunk, dim=1):
-        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    read(model, cache, DecodePoint(1, length))
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    has_states = any(hasattr(layer, "recurrent_states") for layer in cache.layers)
+    is_whole = all(key is not None and key.shape[2] == length for key, _ in pairs)
+    return pairs if is_whole and not has_states else None
 
 
 @torch.no_grad()
-def fill(cache: Cache, prefix: Sequence[tuple[torch.Tensor, torch.Tensor]], point: DecodePoint) -> None:
+def read(model: PreTrainedModel, cache: Cache, point: DecodePoint, chunk: int = 512) -> None:
+    """Have the model read the same random tokens in every row."""
+    for ids in random_ids(model, (1, point.length)).expand(point.batch, -1).split(chunk, dim=1):
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{cache_keyword(model): cache})
+
+
+def fill_all(
+    models: Mapping[str, PreTrainedModel], caches: Mapping[str, Cache], prefix: Prefix | None, point: DecodePoint
+) -> None:
+    """Store `point.length` tokens in every row of each cache: those of `prefix`, or else read by the cache's model."""
+    for name, cache in caches.items():
+        if prefix is None:
+            read(models[name], cache, point)
+        else:
+            fill(cache, prefix, point)
+
+
+def bytes_read(cache: Cache, length: int) -> int:
+    """Bytes of keys and values that a DynamicCache keeps of rows of `length` tokens, which may have grown since."""
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(t[:, :, :1].nbytes * min(t.shape[2], length) for t in tensors if t is not None)
+
+
+@torch.no_grad()
+def fill(cache: Cache, prefix: Prefix, point: DecodePoint) -> None:
     """Store the first `point.length` tokens of `prefix` in every row."""
     for index, pair in enumerate(prefix):
         key, value = (t[:, :, : point.length].repeat(point.batch, 1, 1, 1) for t in pair)

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_paged.bench.attention import attention_shape
+from hf_paged.layer_kinds import STATE_KINDS, layer_kinds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +68,7 @@ def _time_begin(model: PreTrainedModel, extends: bool) -> float:
     cache.enter_pass()
     cache.begin_step(ROWS, LENGTH, mask[:, :LENGTH])
     new = torch.zeros(ROWS, kv_heads, LENGTH, dim, dtype=model.dtype)
-    for layer in range(len(cache.layers)):
+    for layer in _layers_with_attention(model):
         cache.update(new, new, layer)
     cache.leave_pass(failed=False)
     times = []
@@ -92,7 +93,7 @@ def _time_layers(model: PreTrainedModel) -> tuple[list[float], list[float]]:
     context, scale = 16, dim**-0.5
     paged = PagedCache(model.config, num_blocks=-(-(context + STEPS) // 16) + 1)
     dynamic = DynamicCache(config=model.config)
-    layers = range(len(paged.layers))
+    layers = _layers_with_attention(model)
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
     mask = torch.ones(1, context + STEPS, dtype=torch.bool)
 
@@ -129,3 +130,7 @@ def _time_layers(model: PreTrainedModel) -> tuple[list[float], list[float]]:
         for cache in (paged, dynamic)[:: 1 if step % 2 else -1]:
             times[cache].append(run(cache, context + step, 1))
     return times[paged], times[dynamic]
+
+
+def _layers_with_attention(model: PreTrainedModel) -> list[int]:
+    return [index for index, kind in enumerate(layer_kinds(model.config)[0]) if kind not in STATE_KINDS]

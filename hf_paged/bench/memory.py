@@ -98,8 +98,9 @@ def measure_memory(
 
 
 def dynamic_bytes(cache: Cache) -> int:
-    """Bytes of the tensors that a DynamicCache holds."""
-    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+    """Bytes of keys and values that a DynamicCache or a StaticCache holds; states of recurrent layers are none."""
+    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
 def _generate(model: PreTrainedModel, cache: Cache, lengths: Sequence[int], steps: int) -> None:

@@ -56,6 +56,8 @@ def _draw_times(result: BlockSizesResult, axes: Axes) -> tuple[str, str]:
     smallest = result.sizes[0]
     lowest, highest = 1 - 2 * WORTH, 1 + 2 * WORTH  # no less, lest chance look large
     others: dict[str, list[str]] = {"DynamicCache": [], "StaticCache": []}
+    if result.without_static:
+        del others["StaticCache"]
     for index, (phase, comparisons) in enumerate(measured.items()):
         found = gains(comparisons, result.sizes).values()  # for the smallest: what chance does
         times = [1 / ratio.median for ratio in found]
@@ -68,7 +70,7 @@ def _draw_times(result: BlockSizesResult, axes: Axes) -> tuple[str, str]:
         places = [place + 0.12 * (index - 0.5) for place in range(len(times))]  # so that bars lie beside each other
         axes.errorbar(places, times, yerr=bars, capsize=3, linewidth=1.4, markersize=5, label=phase, **STYLES[index])
         lowest, highest = min(lowest, *lows), max(highest, *highs)
-        for texts, side in zip(others.values(), (DYNAMIC, STATIC), strict=True):
+        for texts, side in zip(others.values(), (DYNAMIC, STATIC), strict=False):
             texts.append(f"{phase} {1 / gain(comparisons, side, str(smallest)).median:.2f}")
     axes.axhspan(1 - WORTH, 1 + WORTH, color="#EEEEEE", zorder=0, label=f"within {WORTH:.0%}")
     margin = 0.05 * (highest - lowest)

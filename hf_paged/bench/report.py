@@ -62,6 +62,10 @@ def print_suite(result: SuiteResult, console: Console) -> None:
         _print_host(result.host, console)
     if result.launch:
         _print_launch(result.launch, console)
+    for part, reason in result.left_out.items():
+        _print_error(f"{part} is left out: {reason}", console)
+    for part, reason in result.failures.items():
+        console.print(f"\n[red]✗ {part} broke off: {escape(reason)}[/]", highlight=False)
 
 
 def _print_attention(results: Sequence[AttentionResult], console: Console) -> None:
@@ -161,13 +165,17 @@ def _print_disagreements(results: Sequence[PointResult], console: Console) -> No
 def _print_batching(result: BatchingResult, console: Console) -> None:
     columns = ("", "seconds", "new tokens a second", f"times as fast as {BATCH}", f"as {PADDED}")
     table = _table(result.workload.name, columns)
-    for name, timing in result.comparison.timings.items():
+    timings = result.comparison.timings
+    for name, timing in timings.items():
         ratios = [
-            "" if name == other else f"{result.comparison.ratio(name, other).median:.2f}" for other in (BATCH, PADDED)
+            "" if name == other or other not in timings else f"{result.comparison.ratio(name, other).median:.2f}"
+            for other in (BATCH, PADDED)
         ]
         table.add_row(name, f"{timing.median:.1f}", f"{result.tokens_per_second(name):.1f}", *ratios)
     console.print(table)
     console.print(f"{result.agrees:.0%} of the requests have the tokens of {PADDED}.", highlight=False)
+    if result.left_out:
+        _print_error(f"{BATCH} is left out, as it does not serve this model: {result.left_out}", console)
 
 
 def _print_capacity(result: CapacityResult, console: Console) -> None:
@@ -184,7 +192,7 @@ def _print_capacity(result: CapacityResult, console: Console) -> None:
 
 def _print_blocks(result: BlockSizesResult, console: Console) -> None:
     smallest = str(result.sizes[0])
-    paddings = {DYNAMIC: "DynamicCache", STATIC: "StaticCache"}
+    paddings = {DYNAMIC: "DynamicCache"} | ({} if result.without_static else {STATIC: "StaticCache"})
     sides = {smallest: smallest, AGAIN: f"{smallest} again"} | {str(size): str(size) for size in result.sizes[1:]}
 
     def add_row(table: Table, comparison: Comparison, side: str, *cells: str) -> None:
@@ -217,6 +225,8 @@ def _print_blocks(result: BlockSizesResult, console: Console) -> None:
         "DynamicCache and StaticCache (not compiled) pad them to the longest.[/]",
         highlight=False,
     )
+    if result.without_static:
+        _print_error(f"StaticCache is left out, as this model does not run with it: {result.without_static}", console)
     colour = {Verdict.STAY: "green", Verdict.CHANGE: "cyan", Verdict.UNSURE: "yellow"}
     recommendation = result.recommendation
     console.print(f"\n[bold {colour[recommendation.verdict]}]{escape(recommendation.text)}[/]", highlight=False)

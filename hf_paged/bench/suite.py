@@ -3,8 +3,9 @@ JSON."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hf_paged.bench.attention import attention_shape, measure_attention_layer
@@ -33,6 +34,8 @@ from hf_paged.models import display_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 PARTS = (
     "attention",
@@ -109,6 +112,12 @@ class SuiteResult:
     host: HostResult | None = None
     launch: Mapping[str, float | str] | None = None
     """As `measure_launches`, or an error."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Parts that this model cannot have, and why."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Parts that broke off, and what was raised."""
+    is_interrupted: bool = False
+    """By the user, after whom nothing more was measured."""
 
     @property
     def title(self) -> str:
@@ -118,9 +127,9 @@ class SuiteResult:
 
     @property
     def passed(self) -> bool:
-        """Whether both sides computed the same wherever they were compared."""
+        """Whether both sides computed the same wherever they were compared, and no part broke off."""
         compared = (*self.prefill, *self.decode, *self.compiled, self.beams, self.blocks)
-        return all(result is None or result.agrees for result in compared)
+        return not self.failures and all(result is None or result.agrees for result in compared)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -130,6 +139,9 @@ class SuiteResult:
             "block_size": self.block_size,
             "machine": self.machine.as_dict(),
             "passed": self.passed,
+            "left_out": dict(self.left_out),
+            "failures": dict(self.failures),
+            "interrupted": self.is_interrupted,
             "attention_us": [result.as_dict() for result in self.attention],
             "prefill": [result.as_dict() for result in self.prefill],
             "decode": [result.as_dict() for result in self.decode],
@@ -151,75 +163,98 @@ def run_suite(
     *,
     progress: Callable[[str], object] | None = None,
 ) -> SuiteResult:
-    """Measure the parts that `options` names, one after the other."""
+    """Measure the parts that `options` names, one after the other. A part that breaks off is told of, and the others go
+    on."""
     points = options.points or (QUICK_POINTS if options.quick else POINTS)
-    attention: tuple[AttentionResult, ...] = ()
-    decode: tuple[DecodeResult, ...] = ()
     block_size, rounds = options.block_size, options.rounds or (5 if options.quick else 9)
-    memory = None
-    if "attention" in options.parts and model.device.type == "cpu":  # it calls the kernels for CPUs
-        attention = tuple(_measure_attention(model, points, block_size, progress or (lambda text: None)))
-    prefill: tuple[PrefillResult, ...] = ()
-    if "prefill" in options.parts:
-        prefill = tuple(measure_prefill(model, points, block_size=block_size, rounds=rounds, progress=progress))
-    if "decode" in options.parts:
-        decode = tuple(measure_decode(model, points, block_size=block_size, rounds=rounds, progress=progress))
-    compiled: tuple[CompiledResult, ...] = ()
-    compiled_error = None
-    if "compiled" in options.parts:
+    say = progress or (lambda text: None)
+    common = {"block_size": block_size, "progress": progress}
+    is_cpu = model.device.type == "cpu"
+    left_out: dict[str, str] = {}
+    failures: dict[str, str] = {}
+
+    def measured(part: str, measure: Callable[[], Any], otherwise: Any = None) -> Any:
+        """What a part gave; a part that breaks off must not take the others with it, which may have taken an hour."""
+        nonlocal is_interrupted
+        if part not in options.parts or is_interrupted:
+            return otherwise
         try:
-            compiled = tuple(measure_compiled(model, points, block_size=block_size, rounds=rounds, progress=progress))
+            return measure()
+        except NotImplementedError as error:
+            left_out[part] = _first_line(error)
+        except Exception as error:  # whatever a model's code raises
+            failures[part] = f"{type(error).__name__}: {_first_line(error)}"
+            logger.info("%s broke off", part, exc_info=True)
+        except KeyboardInterrupt:  # what took long until now is shown
+            failures[part] = "interrupted; what comes after it was not measured"
+            is_interrupted = True
+        return otherwise
+
+    def compile_and_measure() -> tuple[CompiledResult, ...]:
+        nonlocal compiled_error
+        try:
+            return tuple(measure_compiled(model, points, rounds=rounds, **common))
         except RuntimeError as error:  # no compiler here, or a model that cannot be compiled
-            compiled_error = f"decode steps cannot be compiled: {str(error).strip().splitlines()[0]}"
-    if "memory" in options.parts:
-        lengths = QUICK_LENGTHS if options.quick else LENGTHS
-        memory = measure_memory(model, lengths, block_size=block_size, progress=progress)
-    beams = None
-    if "beams" in options.parts:
-        sizes = {"prompts": 2, "beams": 3, "length": 256, "new_tokens": 8, "rounds": 2} if options.quick else {}
-        beams = measure_beams(model, block_size=block_size, progress=progress, **sizes)
-    batching: tuple[BatchingResult, ...] = ()
-    if "batching" in options.parts and can_batch(model):
-        few = {"rounds": 1 if options.quick else options.rounds or 3, "block_size": block_size, "progress": progress}
+            compiled_error = f"decode steps cannot be compiled: {_first_line(error)}"
+            return ()
+
+    def serve() -> tuple[BatchingResult, ...]:
+        few = common | {"rounds": 1 if options.quick else options.rounds or 3}
         workloads = (QUICK,) if options.quick else (RAGGED_PROMPTS, RAGGED_ANSWERS)
-        batching = tuple(measure_batching(model, workload, **few) for workload in workloads)
-    capacity = None
-    if "capacity" in options.parts and can_batch(model):
-        sizes = {"reserved_requests": 2, "max_length": 256, "num_requests": 12} if options.quick else {}
-        capacity = measure_capacity(model, block_size=block_size, progress=progress, **sizes)
-    blocks = None
-    if "blocks" in options.parts:
-        few_points = options.points or (QUICK_BLOCK_POINTS if options.quick else BLOCK_POINTS)
-        blocks = measure_block_sizes(model, few_points, options.block_sizes, rounds=rounds, progress=progress)
-    host = None
-    if "host" in options.parts and model.device.type == "cpu":
-        host = measure_host(model, progress)
-    launch: Mapping[str, float | str] | None = None
-    if "launch" in options.parts:
-        (progress or (lambda text: None))("launches of the Triton kernels")
+        return tuple(measure_batching(model, workload, **few) for workload in workloads)
+
+    def launch() -> Mapping[str, float | str]:
+        say("launches of the Triton kernels")
         try:
-            launch = measure_launches()
+            return measure_launches()
         except RuntimeError as error:
-            launch = {"error": str(error)}
+            return {"error": str(error)}
+
+    compiled_error: str | None = None
+    is_interrupted = False
+    few_beams = {"prompts": 2, "beams": 3, "length": 256, "new_tokens": 8, "rounds": 2} if options.quick else {}
+    few_requests = {"reserved_requests": 2, "max_length": 256, "num_requests": 12} if options.quick else {}
+    lengths = QUICK_LENGTHS if options.quick else LENGTHS
+    few_points = options.points or (QUICK_BLOCK_POINTS if options.quick else BLOCK_POINTS)
+    found: dict[str, Any] = {}
+    if is_cpu:  # it calls the kernels for CPUs
+        found["attention"] = measured(
+            "attention", lambda: tuple(_measure_attention(model, points, block_size, say)), ()
+        )
+    found["prefill"] = measured("prefill", lambda: tuple(measure_prefill(model, points, rounds=rounds, **common)), ())
+    found["decode"] = measured("decode", lambda: tuple(measure_decode(model, points, rounds=rounds, **common)), ())
+    found["compiled"] = measured("compiled", compile_and_measure, ())
+    found["memory"] = measured("memory", lambda: measure_memory(model, lengths, **common))
+    found["beams"] = measured("beams", lambda: measure_beams(model, **common, **few_beams))
+    if can_batch(model):
+        found["batching"] = measured("batching", serve, ())
+        found["capacity"] = measured("capacity", lambda: measure_capacity(model, **common, **few_requests))
+    else:
+        refused = [part for part in ("batching", "capacity") if part in options.parts]
+        left_out |= dict.fromkeys(refused, "a model with recurrent layers or an encoder is not batched continuously")
+    found["blocks"] = measured(
+        "blocks",
+        lambda: measure_block_sizes(model, few_points, options.block_sizes, rounds=rounds, progress=progress),
+    )
+    if is_cpu:
+        found["host"] = measured("host", lambda: measure_host(model, progress))
+    found["launch"] = measured("launch", launch)
     return SuiteResult(
         model=display_name(model),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         block_size=block_size,
         machine=describe_machine(),
-        attention=attention,
-        prefill=prefill,
-        decode=decode,
-        compiled=compiled,
         compiled_error=compiled_error,
-        memory=memory,
-        beams=beams,
-        batching=batching,
-        capacity=capacity,
-        blocks=blocks,
-        host=host,
-        launch=launch,
+        left_out=left_out,
+        failures=failures,
+        is_interrupted=is_interrupted,
+        **found,
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _measure_attention(

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+LARGEST_POOL = 2**31 - 1  # tokens: kernels count slots in 32 bits
+
 
 @dataclass(frozen=True)
 class GroupFootprint:
@@ -114,6 +116,13 @@ class Footprint:
         """
         peaks = [group.peak_blocks(length, block_size) for group in self.groups]
         return np.maximum.reduce(peaks) if isinstance(length, np.ndarray) else int(max(peaks))
+
+    def summed_blocks(self, length: np.ndarray, block_size: int) -> np.ndarray:
+        """`pool_blocks` of every length from 1 to `length` together, as floats: what a row holds over its steps."""
+        most = self.pool_blocks(LARGEST_POOL, block_size)  # where all layers have windows, no row holds more
+        growing = np.minimum(length, most * block_size)
+        whole, rest = (part.astype(np.float64) for part in np.divmod(growing, block_size))
+        return block_size * whole * (whole + 1) / 2 + rest * (whole + 1) + most * (length - growing).astype(np.float64)
 
     def pool_bytes(self, blocks: float, block_size: int) -> float:
         """Bytes of the tensors of a pool of `blocks` blocks in every group."""

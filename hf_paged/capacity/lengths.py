@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+NOTHING_IN_IT = ("StopIteration", "corresponds to no data", "No columns to parse", "BatchSize must be greater than 0")
+"""What `datasets` says of a file without a line."""
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -48,12 +51,13 @@ def read_lengths(
             'or everything for notebooks with\n    pip install "hf-paged[notebook]"'
         ) from error
     options: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
-    bars = datasets.are_progress_bars_disabled()
+    bars, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log what is raised here
     try:
         with tempfile.TemporaryDirectory() as scratch:  # it would keep a copy of every file it has read
             table = datasets.load_dataset(
-                FORMATS[suffix], data_files=str(path), split="train", cache_dir=scratch, **options
+                FORMATS[suffix], data_files=glob.escape(str(path)), split="train", cache_dir=scratch, **options
             )
             if missing := [name for name in (prompt_column, output_column) if name not in table.column_names]:
                 raise LengthsError(
@@ -69,8 +73,11 @@ def read_lengths(
         raise
     except Exception as error:  # whatever a reader raises about a file that is none of its kind
         reason = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+        if any(text in f"{type(error).__name__} {reason}" for text in NOTHING_IN_IT):
+            reason = "it holds no requests"
         raise LengthsError(f"Cannot read {path.name}: {reason}") from error
     finally:
+        datasets.logging.set_verbosity(verbosity)
         if not bars:
             datasets.enable_progress_bars()
 

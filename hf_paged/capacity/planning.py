@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from hf_paged.allocator import check_block_size
-from hf_paged.capacity.footprint import Footprint
+from hf_paged.capacity.footprint import LARGEST_POOL, Footprint
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-LARGEST_POOL = 2**31 - 1  # tokens: kernels count slots in 32 bits
 QUANTILES = (50, 90, 99)
 
 
@@ -253,6 +252,9 @@ def plan_capacity(
     for name, value in (("length", length), ("max_length", max_length), ("requests", requests)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be positive, not {value}")
+    for name, value in (("length", length), ("max_length", max_length)):
+        if value > LARGEST_POOL:
+            raise ValueError(f"{name} must be at most {LARGEST_POOL:,}, the tokens of the largest pool, not {value:,}")
     if length > max_length:
         raise ValueError(f"a request of {length:,} tokens does not fit into the {max_length:,} of max_length")
     budget = MemoryBudget(budget) if isinstance(budget, int) else budget
@@ -274,10 +276,12 @@ def plan_capacity(
         own_windows=Fit(held, footprint.token_bytes(length), kv_bytes) if has_windows else None,
         num_blocks=num_blocks,
         max_memory_bytes=max_memory_bytes,
-        block_sizes=tuple(_block_size_fit(footprint, kv_bytes, around, size) for size in BLOCK_SIZES),
+        block_sizes=tuple(
+            _block_size_fit(footprint, kv_bytes, around, size) for size in sorted({*BLOCK_SIZES, block_size})
+        ),
         requests=requests,
         lengths=None if real is None else _plan_lengths(footprint, kv_bytes, max_length, block_size, *real),
-        notes=tuple(_notes(footprint, budget, kv_bytes, blocks, max_memory_bytes)),
+        notes=tuple(_notes(footprint, budget, kv_bytes, length, blocks, max_memory_bytes)),
     )
 
 
@@ -296,6 +300,8 @@ def _block_size_fit(footprint: Footprint, kv_bytes: int | None, lengths: np.ndar
 
 
 def _checked(prompts: Sequence[int], outputs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    if (most := max(max(prompts, default=0), max(outputs, default=0))) > LARGEST_POOL:
+        raise ValueError(f"one of the lengths is {most:,}, and the largest pool has {LARGEST_POOL:,} tokens")
     prompt, output = np.asarray(prompts, dtype=np.int64), np.asarray(outputs, dtype=np.int64)
     if prompt.shape != output.shape or prompt.ndim != 1 or not len(prompt):
         raise ValueError(f"{len(prompt):,} prompts and {len(output):,} answers: as many of both are needed, and some")
@@ -327,10 +333,10 @@ def _plan_lengths(
 ) -> LengthsPlan:
     total = prompt + output
     longest = int(total.max())
-    blocks = footprint.pool_blocks(np.arange(longest + 1), block_size)  # by length
-    summed = np.cumsum(blocks)
+    blocks = footprint.pool_blocks(total, block_size)
     steps = np.maximum(output, 1)
-    held = np.where(output > 0, summed[total] - summed[prompt], blocks[total])
+    while_growing = footprint.summed_blocks(total, block_size) - footprint.summed_blocks(prompt, block_size)
+    held = np.where(output > 0, while_growing, blocks)
 
     def bytes_of(blocks: float) -> float:
         return footprint.pool_bytes(blocks, block_size) + footprint.state_bytes
@@ -339,7 +345,7 @@ def _plan_lengths(
         return None if kv_bytes is None else int(kv_bytes // nbytes)
 
     running = bytes_of(float(held.sum() / steps.sum()))
-    ended, worst = bytes_of(float(blocks[total].mean())), int(bytes_of(int(blocks[longest])))
+    ended, worst = bytes_of(float(blocks.mean())), int(bytes_of(footprint.pool_blocks(longest, block_size)))
     return LengthsPlan(
         count=len(total),
         prompt=Spread.of(prompt),
@@ -359,10 +365,13 @@ def _notes(
     footprint: Footprint,
     budget: MemoryBudget | None,
     kv_bytes: int | None,
+    length: int,
     blocks: BlockFit,
     max_memory_bytes: int | None,
 ) -> list[str]:
     notes = []
+    if footprint.max_positions and length > footprint.max_positions:
+        notes.append(f"The config gives {footprint.max_positions:,} tokens as the longest sequence of this model.")
     windowed = [group for group in footprint.groups if group.frees_blocks]
     if windowed and len(windowed) < len(footprint.groups):
         notes.append(

@@ -41,10 +41,12 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
             if not isinstance(values, dict) or "model_type" not in values:
                 raise ValueError("the file holds no 'model_type', so it is no config of a transformers model")
             return AutoConfig.for_model(**values)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ValueError("the folder holds no config.json")
         with quiet(hub=False):
             return AutoConfig.from_pretrained(path if path.is_dir() else str(name_or_path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # whatever a config's class raises about values that are none of its kind
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])  # a field, and what is wrong
         raise ModelLoadError(
             f"Cannot read the config of '{name_or_path}': {reason}\n"
             "MODEL is a hub id (with network access), a folder with a config.json, or a JSON file with a config; "

@@ -18,6 +18,7 @@ from hf_paged.cli.options import (
     JsonOption,
     ModelOption,
     check_block_size,
+    check_writable,
 )
 from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
@@ -84,15 +85,15 @@ def bench(
     sure it is.
 
     The sides run in turn in one process, and their ratio is taken round by round. Leave the machine alone meanwhile:
-    other work shows in the spread.
+    other work shows in the spread. Ctrl-C ends it early and shows what was measured until then.
     """
     with mendable_errors(), progress_line() as progress:
         check_block_size(block_size)
         chosen = _parse_points(points) if points else None
         sizes = _parse_block_sizes(block_sizes)
         for option, path in (("--output", output), ("--picture", picture)):
-            if path and not path.parent.is_dir():
-                raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=f"'{option}'")
+            if path:
+                check_writable(path, option)
         if picture:
             _check_picture(picture, only)
         progress("loading torch and transformers")
@@ -105,13 +106,13 @@ def bench(
         )
         loaded, _ = load(model, dtype, device, progress)
         result = run_suite(loaded, options, progress=progress)
-        if picture:
+        if picture and result.blocks:
             from hf_paged.bench.picture import save_block_sizes
 
             save_block_sizes(result.blocks, result.title, picture)
     if output:
         output.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
-    show(result, print_suite, as_json)
+    show(result, print_suite, as_json, is_interrupted=result.is_interrupted)
 
 
 def _parse_block_sizes(text: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ app = typer.Typer(
     "Start with `hf-paged demo`: it answers a few prompts with the ordinary cache and with the paged one, "
     "checks that the texts are equal, and shows speed and memory of both. `hf-paged doctor` tells whether this machine "
     "is ready, `hf-paged plan MODEL` how many requests fit into its memory.",
-    epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or a missing model.",
+    epilog="Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or something missing, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,

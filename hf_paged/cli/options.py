@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,6 +31,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, 
 def check_block_size(block_size: int) -> None:
     if block_size & (block_size - 1):
         raise typer.BadParameter(f"{block_size} is not a power of two", param_hint="'--block-size'")
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Whether a file can be written, before there is anything to write."""
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=f"'{option}'")
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint=f"'{option}'") from error
+    if is_new:
+        path.unlink()
 
 
 def torch_dtype(dtype: DType) -> Any:

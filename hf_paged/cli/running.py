@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from hf_paged.cli.options import DType, torch_dtype
 
-CHECK_FAILED, CANNOT_RUN = 1, 2
+CHECK_FAILED, CANNOT_RUN, INTERRUPTED = 1, 2, 130
 
 
 class ProgressLine:
@@ -94,11 +94,16 @@ def print_json(result: dict[str, Any]) -> None:
     typer.echo(json.dumps(result, indent=2))
 
 
-def show(result: Any, print_result: Callable[[Any, Console], None], as_json: bool) -> None:
-    """Print what a command has found, by `print_result` or as JSON, and exit with 1 if a check failed."""
+def show(
+    result: Any, print_result: Callable[[Any, Console], None], as_json: bool, *, is_interrupted: bool = False
+) -> None:
+    """Print what a command has found, by `print_result` or as JSON, and exit with 130 if it was interrupted and with 1
+    if a check failed."""
     if as_json:
         print_json(result.as_dict())
     else:
         print_result(result, Console())
+    if is_interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not result.passed:
         raise typer.Exit(CHECK_FAILED)

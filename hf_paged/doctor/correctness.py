@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def check_kernels() -> list[Finding]:
     return found
 
 
+def _without_variables() -> str:
+    """What to try before a fault is reported, where the environment may be its cause."""
+    variables = (select.ENVIRONMENT_VARIABLE, "NUMBA_DISABLE_JIT")
+    found = [name for name in variables if os.environ.get(name, "0") not in ("", "0")]
+    return f"unset {' and '.join(found)}, and see whether this goes away" if found else ""
+
+
 def check_backend(name: str, device: torch.device) -> Finding:
     """Compare a backend with float64."""
     title = f"{name} on {device}"
@@ -58,7 +66,7 @@ def check_backend(name: str, device: torch.device) -> Finding:
             wrong.append(f"{word}: {type(error).__name__}: {lines[-1] if lines else ''}")
     if wrong:
         advice = "use HF_PAGED_BACKEND=reference meanwhile, and report this with the output of `hf-paged doctor --json`"
-        return Finding(title, Status.failed, "; ".join(wrong), advice)
+        return Finding(title, Status.failed, "; ".join(wrong), _without_variables() or advice)
     if not served:
         return Finding(title, Status.note, f"serves nothing here: {skipped[0]}")
     more = f"; not checked: {'; '.join(skipped)}" if skipped else ""
@@ -160,7 +168,7 @@ def check_models() -> list[Finding]:
 def check_model(device: torch.device, new_tokens: int = 12) -> Finding:
     """Whether generate() gives the ordinary cache's tokens and every block comes back."""
     title = f"tiny Llama on {device}"
-    advice = "please report this with the output of `hf-paged doctor --json`"
+    advice = _without_variables() or "please report this with the output of `hf-paged doctor --json`"
     try:
         with quiet():
             model = _tiny_llama(device)
