@@ -36,8 +36,7 @@ from hf_paged import (
     paged_attention,
     use_backend,
 )
-from hf_paged.batching import batcher as batcher_module
-from hf_paged.batching import runner
+from hf_paged.batching import enabler, runner
 from hf_paged.models import cache_keyword
 from hf_paged.sweep.tiny import build
 from tests.helpers import PAD, VOCAB, build_model, generate, same_tokens, tiny_model
@@ -1107,7 +1106,7 @@ def test_a_batcher_may_be_collected_while_another_is_made(monkeypatch):
         enable.append(model)
         return enable_paged_attention(model)
 
-    monkeypatch.setattr(batcher_module, "enable_paged_attention", collect)
+    monkeypatch.setattr(enabler, "enable_paged_attention", collect)
     thread = threading.Thread(target=lambda: ContinuousBatcher(new, num_blocks=16).close(), daemon=True)
     thread.start()
     thread.join(20)
