@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
+from hf_paged.compiled_steps import CompiledSteps
 from hf_paged.host import on_the_host
 from hf_paged.hybrid_layer import HybridPagedLayer
 from hf_paged.layer import PagedLayer, allocate
@@ -23,7 +22,6 @@ from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
 from hf_paged.rows import Rows
 from hf_paged.stats import CacheStats, collect_stats
-from hf_paged.step_cache import StepCache
 
 _ADVICE_FOR_PAIRS = (
     ". This is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
@@ -110,9 +108,6 @@ class PagedCache(Cache):
         self._in_pass = False
         self.after_pass: Callable[[], object] | None = None
         """Called once at the end of a forward pass."""
-        self._asks_to_compile = False
-        self._masks_say_more = False  # than causal order, windows and the padding, in a step that might be compiled
-        self._mask_before = self._known_mask = _NO_MASK  # of the step before, as it was passed, and of the one to come
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers: list[Any] = []
@@ -125,6 +120,8 @@ class PagedCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
         super().__init__(layers=layers)
         self._ref = weakref.ref(self)
+        self.compiled = CompiledSteps(self._ref, rows, self.layers)
+        """For `hf_paged.patches.compiled`."""
 
     # What transformers calls -------------------------------------------------------------------------------------
 
@@ -393,41 +390,13 @@ class PagedCache(Cache):
         """Note that what the rows hold is of no use to another generate() call."""
         self._rows.disposable = True
 
-    # What the compiled way calls, see hf_paged.patches.compiled -----------------------------------------------------
+    # What compiled decode steps call, see hf_paged.patches.compiled; more of it is in `compiled` ----------------------
 
     @property
     def is_compileable(self) -> bool:
         """True where generate() of a model with paged attention enabled asks. Elsewhere a graph would be handed tensors
         that grow with every token, and so compile anew for each."""
-        return self._asks_to_compile
-
-    @contextmanager
-    def as_compileable(self) -> Iterator[None]:
-        """Within, transformers is told that decode steps with this cache can be compiled."""
-        self._asks_to_compile = True
-        try:
-            yield
-        finally:
-            self._asks_to_compile = False
-
-    def not_compiled_because(self) -> str | None:
-        """Why decode steps with this cache cannot be compiled, or None as far as is known."""
-        if self._rows.always_dense:
-            return "a layer changed its keys or values after updating the cache"
-        if self._rows.has_state:
-            return "the state of its linear attention layers is in the cache"
-        if self._masks_say_more:
-            return "its masks say more than causal order, a window and the padding"
-        step = self._rows.step
-        was_seen = step is not None and step.closed and step.sees_mask
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                continue
-            if layer.hands_over is False or (was_seen and layer.hands_over is None):
-                return f"layer {layer.index} changes its keys or values after updating the cache"
-            if layer.backend is not None and not layer.backend.serves_graphs(layer.device):
-                return f"the {layer.backend.name} kernels cannot be part of a compiled step on {layer.device.type}"
-        return None
+        return self.compiled.are_asked_for
 
     @property
     def in_pass(self) -> bool:
@@ -439,59 +408,6 @@ class PagedCache(Cache):
         """Whether some position of the rows holds no token."""
         return self._rows.has_holes
 
-    def step_cache(self) -> StepCache | None:
-        """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
-        without one."""
-        rows, step = self._rows, self._rows.step
-        if step is None or step.closed:  # the masks were made in a way that did not begin one
-            return None
-        if step.other_masks or len(step.plain_groups) != len(self.pool.groups):
-            self._masks_say_more = True
-            return None
-        if (
-            not step.allocated
-            or step.must_be_dense
-            or step.was_empty
-            or any(mask is not None for mask in step.masks.values())
-        ):
-            return None
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        if not all(layer.is_initialized and layer.hands_over for layer in paged):
-            return None  # before a first pass it is not known what the model does with what an update gives it
-        # A thread, and a stream, has its own: the tensors of a step must stay until it has run.
-        device = paged[0].device
-        key = (
-            threading.get_ident(),
-            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
-            *(rows.num_rows, step.q_len),
-            tuple((layer.backend.name, layer.backend.graph_key()) for layer in paged),
-        )
-        found = self.pool.step_cache(key, lambda: StepCache(self.layers, rows.num_rows, step.q_len, self.block_size))
-        if found.is_used_by_another(self):
-            return None
-        found.prepare(self, step)
-        step.in_graph = True
-        return found
-
-    def note_changed_keys(self) -> None:
-        """Note that a model was seen to change keys after an update, and undo the step: layers are handed dense tensors
-        from now on."""
-        self._rows.always_dense = True
-        self.leave_pass(failed=True)
-
-    def only_extends(self, mask: torch.Tensor | None) -> bool:
-        """Whether `mask`, of the step to come, is known to be that of the step before, which a graph ran, and a 1 in
-        every row. Then it need not be read, which waits for the device."""
-        step, known = self._rows.step, self._known_mask
-        self._mask_before, self._known_mask = _MaskSeen.of(mask), _NO_MASK
-        return (
-            mask is not None
-            and known.is_still(mask)
-            and step is not None
-            and step.in_graph
-            and mask.shape == (self._rows.num_rows, step.end + 1)
-        )
-
     def begin_extended(self, num_rows: int) -> StepPlan:
         """Begin a step of one token a row whose mask is that of the step before and a 1 in every row, and whose layers'
         masks mean the same as then."""
@@ -499,14 +415,15 @@ class PagedCache(Cache):
         step.plain_groups = set(range(len(self.pool.groups)))
         return step
 
-    def note_extended(self, before: Any, after: Any) -> None:
-        """Note that `after` is the mask `before` and a 1 in every row, if that was the mask of the last step."""
-        if before is not None and self._mask_before.is_still(before):
-            self._known_mask = _MaskSeen.of(after)
-
     def graph_has_run(self) -> None:
         """Note that a compiled graph has stored the step's tokens in every layer."""
         self._rows.lengths = [self._rows.step.end] * len(self.layers)
+
+    def note_changed_keys(self) -> None:
+        """Note that a model was seen to change keys after an update, and undo the step: layers are handed dense tensors
+        from now on."""
+        self._rows.always_dense = True
+        self.leave_pass(failed=True)
 
     # What the attention path calls --------------------------------------------------------------------------------
 
@@ -635,22 +552,3 @@ class PagedCache(Cache):
             else:
                 twin.layers[index] = copy.deepcopy(layer, memo)
         return twin
-
-
-class _MaskSeen(NamedTuple):
-    """A mask, weakly, and torch's count of writes to it."""
-
-    tensor: Callable[[], torch.Tensor | None]
-    version: int
-
-    @classmethod
-    def of(cls, mask: torch.Tensor | None) -> _MaskSeen:
-        if mask is None or mask.is_inference():  # writes to it are not counted
-            return _NO_MASK
-        return cls(weakref.ref(mask), mask._version)
-
-    def is_still(self, mask: torch.Tensor) -> bool:
-        return self.tensor() is mask and self.version == mask._version
-
-
-_NO_MASK = _MaskSeen(lambda: None, 0)
