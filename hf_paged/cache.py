@@ -16,6 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from hf_paged.compiled_steps import CompiledSteps
 from hf_paged.host import on_the_host
 from hf_paged.hybrid_layer import HybridPagedLayer
+from hf_paged.kept_prompts import KeptPrompts
 from hf_paged.layer import PagedLayer, allocate
 from hf_paged.layer_kinds import HYBRID_KINDS, group_layers, is_recurrent, layer_kinds
 from hf_paged.plan import StepPlan
@@ -122,6 +123,8 @@ class PagedCache(Cache):
         self._ref = weakref.ref(self)
         self.compiled = CompiledSteps(self._ref, rows, self.layers)
         """For `hf_paged.patches.compiled`."""
+        self.prompts = KeptPrompts(rows)
+        """For `hf_paged.patches.prompts`."""
 
     # What transformers calls -------------------------------------------------------------------------------------
 
@@ -291,104 +294,6 @@ class PagedCache(Cache):
         from hf_paged.pictures.html import html_of_cache
 
         return html_of_cache(self)
-
-    # What generate() of an enabled model calls, see hf_paged.patches.prompts ----------------------------------------
-
-    @property
-    def keeps_prompts(self) -> bool:
-        """Whether full blocks are kept for later calls; recurrent state cannot be."""
-        return self.pool.prefixes is not None and not self._rows.has_state
-
-    def goes_on(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> bool:
-        """Whether a prompt begins with what the cache holds under this key, and has more."""
-        held = self._rows.ids
-        return (
-            held is not None
-            and self._rows.key == key
-            and held.shape[0] == ids.shape[0]
-            and held.shape[1] < ids.shape[1]
-            and np.array_equal(held, ids[:, : held.shape[1]])
-            and self._rows.stores_as(mask[:, : held.shape[1]])
-        )
-
-    def first_difference(self, ids: np.ndarray) -> tuple[int, int] | None:
-        """The first `(row, position)` at which a prompt `[rows, length]` has another token than is stored, as far as it
-        is known what is stored."""
-        held = self._rows.ids
-        if held is None or held.shape[0] != ids.shape[0]:
-            return None
-        length = min(held.shape[1], ids.shape[1])
-        other = (held[:, :length] != ids[:, :length]) & self._rows.stored[:, :length]
-        found = np.argwhere(other)
-        return None if len(found) == 0 else (int(found[0][0]), int(found[0][1]))
-
-    def note_tokens(self, ids: np.ndarray) -> None:
-        """Note which tokens the rows hold, `[rows, length]`, for checks of prompts to come."""
-        self._rows.ids = ids.copy()
-
-    def note_beams(self) -> None:
-        """Note that the rows are beams, of which only the search knew which is which."""
-        self._rows.are_beams = True
-
-    @property
-    def are_beams(self) -> bool:
-        """Whether the rows are beams of a search that has ended."""
-        return self._rows.are_beams
-
-    @property
-    def knows_its_tokens(self) -> bool:
-        """Whether what it holds came from generate() calls that were followed, or is of no use."""
-        return self._rows.ids is not None or self._rows.disposable
-
-    def adopt_prompt(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> int:
-        """Take the beginnings of prompts from the blocks that are kept; the cache must be empty.
-
-        All rows begin at the same padded position. So rows take as much as the one that has least, at its right end.
-
-        Args:
-            key: what keys and values depend on besides the tokens.
-            ids, mask: `[rows, length]`, padded on the left.
-
-        Returns:
-            Padded positions that need not be computed; one is always left.
-        """
-        pool, (num_rows, length) = self.pool, ids.shape
-        pads = length - mask.sum(axis=1)
-        if not pool.is_sized or (mask != (np.arange(length) >= pads[:, None])).any():
-            return 0
-        with pool.lock:
-            chains = [pool.prefixes.match(key, ids[row, pads[row] :].tolist()) for row in range(num_rows)]
-            begin = min(length - 1, *(int(pads[row]) + len(chains[row]) * pool.block_size for row in range(num_rows)))
-            stored = mask[:, :begin].astype(bool)
-            if not stored.any():
-                return 0
-            blocks = [
-                [[node.tables[group].blocks[0] for node in chain] for chain in chains]
-                for group in range(len(pool.groups))
-            ]
-            self._rows.adopt(stored, blocks)
-        return begin
-
-    def keep_tokens(self, key: Any, ids: np.ndarray) -> None:
-        """Keep the full blocks of all rows.
-
-        Args:
-            key: what keys and values depend on besides the tokens.
-            ids: `[rows, positions]`: the tokens at the first padded positions, or at all of them.
-        """
-        rows, pool = self._rows, self.pool
-        with pool.lock:
-            for row in range(rows.num_rows):
-                tokens = rows.tokens_of(row, ids)
-                pool.prefixes.insert(key, tokens, [tables[row] for tables in rows.tables])
-        if ids.shape[1] == rows.length:
-            rows.ids, rows.key = ids.copy(), key
-        else:
-            rows.disposable = True
-
-    def let_go(self) -> None:
-        """Note that what the rows hold is of no use to another generate() call."""
-        self._rows.disposable = True
 
     # What compiled decode steps call, see hf_paged.patches.compiled; more of it is in `compiled` ----------------------
 

@@ -7,13 +7,15 @@ and finds the blocks for it, for all rows and groups or for none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_paged.allocator import BlockTable
+from hf_paged.origin import Origin
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
 from hf_paged.positions import StoredPositions
@@ -43,10 +45,7 @@ class Rows:
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
-        ids: `[num_rows, length]`, the tokens at all positions, padding included, where they are known.
-        key: what the blocks' contents depend on besides these tokens, where they depend on nothing else.
-        are_beams: the rows are beams, in an order that only the search knew.
-        disposable: a prompt to come has no use for what the rows hold.
+        origin: what is known of where the tokens came from.
     """
 
     def __init__(self, pool: BlockPool, num_layers: int, has_state: bool = False) -> None:
@@ -77,15 +76,10 @@ class Rows:
         self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
         self._finished = np.zeros(0, bool)  # rows that store nothing more
         self._any_ended = False
-        self._forget_origin()
+        self.origin = Origin()
         self._parked: set[int] = set()  # finished rows whose blocks others may take
         self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
         self._arrays = TableArrays()
-
-    def _forget_origin(self) -> None:
-        self.ids: np.ndarray | None = None
-        self.key: Hashable | None = None
-        self.are_beams = self.disposable = False
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -284,7 +278,7 @@ class Rows:
         self._undo_growths(step.growths)
         self._num_steps -= 1
         self.length = step.start
-        self.ids = None if self.ids is None else self.ids[:, : step.start]
+        self.origin.cut(step.start)
         self.lengths = [min(length, step.start) for length in self.lengths]
         self.stored_lens = step.before["stored_lens"]
         self._positions.has_holes = step.before["has_holes"]
@@ -333,7 +327,7 @@ class Rows:
             raise RuntimeError(_INTERRUPTED.format(self.length) + self.advice)
 
     def _record(self, step: StepPlan) -> None:
-        self._forget_origin()
+        self.origin = Origin()
         self._positions.add(step)
         self.length = step.end
         self.stored_lens = step.context_lens
@@ -429,7 +423,7 @@ class Rows:
             self._release(old)
         index = np.asarray(indices, np.int64)
         self.num_rows = len(index)
-        self.ids = None if self.ids is None else self.ids[index]
+        self.origin.take(index)
         self.stored_lens = self.stored_lens[index]
         self._positions.take(index, self.length)
         self._finishing, self._finished = self._finishing[index], self._finished[index]
@@ -452,7 +446,7 @@ class Rows:
                 for table, count in zip(tables, gone.tolist(), strict=True):
                     allocator.truncate(table, table.length - count)
         self.stored_lens = self.stored_lens - gone
-        self.ids = None if self.ids is None else self.ids[:, :keep]
+        self.origin.cut(keep)
         self.length = keep
         self.lengths = [min(length, keep) for length in self.lengths]
         self._positions.cut(keep)
@@ -514,8 +508,7 @@ class Rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
             twin.stored_lens, twin._positions = self.stored_lens, self._positions.copy()
             twin._finishing, twin._finished, twin._any_ended = self._finishing, self._finished, self._any_ended
-            twin.ids, twin.key = self.ids, self.key
-            twin.are_beams, twin.disposable = self.are_beams, self.disposable
+            twin.origin = copy.copy(self.origin)
             twin._arrays = self._arrays.for_rows(self.num_rows)
             with self.pool.lock:
                 twin.tables = [
