@@ -79,17 +79,9 @@ class PagedCache(Cache):
             raise ValueError("PagedCache needs the model's config to know its layers: PagedCache(model.config)")
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a transformers config, such as model.config, not {type(config).__name__}")
-        if pool is None:
-            pool = BlockPool(
-                block_size=16 if block_size is None else block_size,
-                num_blocks=num_blocks,
-                max_memory=max_memory,
-                prefix_cache=bool(prefix_cache),
-            )
-        elif any(option is not None for option in (block_size, num_blocks, max_memory, prefix_cache)):
-            raise ValueError(
-                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
-            )
+        pool = BlockPool.given_or_new(
+            pool, block_size=block_size, num_blocks=num_blocks, max_memory=max_memory, prefix_cache=prefix_cache
+        )
         kinds, kwargs = layer_kinds(config)
         groups = group_layers(kinds, kwargs)
         if not groups:

@@ -92,19 +92,11 @@ class ContinuousBatcher:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, or None for no limit, not {max_waiting!r}")
-        if pool is None:
-            if prefix_cache is None:
-                prefix_cache = all(group.kind == "full_attention" for group in group_layers(*layer_kinds(core.config)))
-            pool = BlockPool(
-                block_size=16 if block_size is None else block_size,
-                num_blocks=num_blocks,
-                max_memory=max_memory,
-                prefix_cache=prefix_cache,
-            )
-        elif any(value is not None for value in (block_size, num_blocks, max_memory, prefix_cache)):
-            raise ValueError(
-                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
-            )
+        if pool is None and prefix_cache is None:
+            prefix_cache = all(group.kind == "full_attention" for group in group_layers(*layer_kinds(core.config)))
+        pool = BlockPool.given_or_new(
+            pool, block_size=block_size, num_blocks=num_blocks, max_memory=max_memory, prefix_cache=prefix_cache
+        )
         self.pool, self.tokenizer, self._max_waiting = pool, tokenizer, max_waiting
         self._closing = self._closed = self._stepping = False
         self._lock = threading.Condition()  # guards what other threads touch, and tells them of news
