@@ -11,7 +11,7 @@ from hf_paged._layout import check_layout
 check_layout()
 
 import hf_paged.attention  # noqa: E402, F401  (registers the attention function)
-from hf_paged.batching.batcher import BatcherStats, ContinuousBatcher  # noqa: E402
+from hf_paged.batching.batcher import ContinuousBatcher  # noqa: E402
 from hf_paged.batching.many import NewToken, generate_many, iterate_many  # noqa: E402
 from hf_paged.batching.requests import (  # noqa: E402
     BatchError,
@@ -20,6 +20,7 @@ from hf_paged.batching.requests import (  # noqa: E402
     Request,
     RequestTooLongError,
 )
+from hf_paged.batching.stats import BatcherStats  # noqa: E402
 from hf_paged.cache import PagedCache  # noqa: E402
 from hf_paged.errors import OutOfBlocksError  # noqa: E402
 from hf_paged.kernels.select import use_backend  # noqa: E402

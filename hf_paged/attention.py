@@ -150,19 +150,13 @@ def _attend(
         and not step.must_be_dense
         and group in step.plain_groups
         and (left_to_us or (attention_mask is not None and attention_mask is ours))
-        and dropout == 0.0
-        and not asked.output_attentions
-        and asked.position_bias is None
-        and asked.window == layer.window
+        and _kernels_express(asked, layer.window, dropout)
         and query.shape[2] == step.q_len
         and (step.q_len == 1 or is_causal is not False)
         and layer.backend.unsupported(query.dtype, layer.storage) is None
     ):
         plan = step.on(group, query.device)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = asked.window if asked.local_window is None else asked.local_window
-        options = {"scale": scale, "softcap": asked.softcap, "window": window, "sinks": asked.sinks}
-        options["alibi_slopes"] = asked.alibi_slopes
+        options = _options(asked, query, scaling)
         if step.q_len == 1:
             output = layer.backend.decode(query, layer.storage, plan, **options)
         else:
@@ -253,14 +247,12 @@ def _attend_in_graph(
     if (
         getattr(value, HANDLE, None) is not handle
         or (attention_mask is not None and attention_mask is not handle.cache.mask)
-        or dropout != 0.0
-        or asked.output_attentions
-        or asked.position_bias is not None
-        or asked.window != layer.window
+        or not _kernels_express(asked, layer.window, dropout)
         or query.dtype != layer.blocks.dtype
     ):
         raise NoKernelError(f"{type(module).__name__} asks for attention that no kernel expresses")
     handle.cache.unread = None
+    options = _options(asked, query, scaling)
     output = decode_step(
         query,
         handle.key,
@@ -269,11 +261,11 @@ def _attend_in_graph(
         layer.value_blocks,
         layer.group.block_table,
         layer.group.positions,
-        asked.sinks,
-        asked.alibi_slopes,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        asked.softcap,
-        asked.window if asked.local_window is None else asked.local_window,
+        options["sinks"],
+        options["alibi_slopes"],
+        options["scale"],
+        options["softcap"],
+        options["window"],
     )
     return output, None
 
@@ -299,10 +291,7 @@ def _attend_packed(
     if (
         getattr(value, HANDLE, None) is not handle
         or layer.group not in cache.plain_groups
-        or dropout != 0.0
-        or asked.output_attentions
-        or asked.position_bias is not None
-        or asked.window != layer.window
+        or not _kernels_express(asked, layer.window, dropout)
         or query.shape[2] != step.num_tokens
         or is_causal is False
     ):
@@ -311,13 +300,7 @@ def _attend_packed(
     backend, storage = layer.backend, layer.storage
     if backend.unsupported(query.dtype, storage) is not None:
         backend = reference()
-    options = {
-        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": asked.softcap,
-        "window": asked.window if asked.local_window is None else asked.local_window,
-        "sinks": asked.sinks,
-        "alibi_slopes": asked.alibi_slopes,
-    }
+    options = _options(asked, query, scaling)
     parts, new = [], (handle.key.detach(), handle.value.detach())
     for segment in step.segments:
         plan, queries = step.plan(segment, layer.group, query.device), segment.cut(query)
@@ -368,6 +351,22 @@ def _read(module: torch.nn.Module, kwargs: dict[str, Any], window: int | None) -
                 "know. Use the model with disable_paged_attention(model); a PagedCache still works then"
             )
     return _Asked(softcap, sinks, window, output_attentions, position_bias, alibi_slopes, local_window)
+
+
+def _kernels_express(asked: _Asked, window: int | None, dropout: float) -> bool:
+    """Whether kernels can do what a module asks of a layer with this window."""
+    return dropout == 0.0 and not asked.output_attentions and asked.position_bias is None and asked.window == window
+
+
+def _options(asked: _Asked, query: torch.Tensor, scaling: float | None) -> dict[str, Any]:
+    """What kernels are told besides tensors and the plan."""
+    return {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": asked.softcap,
+        "window": asked.window if asked.local_window is None else asked.local_window,
+        "sinks": asked.sinks,
+        "alibi_slopes": asked.alibi_slopes,
+    }
 
 
 def dense_attention(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +13,16 @@ from packaging.version import Version
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
+from hf_paged.compiled_steps import CompiledSteps
 from hf_paged.host import on_the_host
 from hf_paged.hybrid_layer import HybridPagedLayer
+from hf_paged.kept_prompts import KeptPrompts
 from hf_paged.layer import PagedLayer, allocate
 from hf_paged.layer_kinds import HYBRID_KINDS, group_layers, is_recurrent, layer_kinds
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
 from hf_paged.rows import Rows
 from hf_paged.stats import CacheStats, collect_stats
-from hf_paged.step_cache import StepCache
 
 _ADVICE_FOR_PAIRS = (
     ". This is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
@@ -80,17 +79,9 @@ class PagedCache(Cache):
             raise ValueError("PagedCache needs the model's config to know its layers: PagedCache(model.config)")
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a transformers config, such as model.config, not {type(config).__name__}")
-        if pool is None:
-            pool = BlockPool(
-                block_size=16 if block_size is None else block_size,
-                num_blocks=num_blocks,
-                max_memory=max_memory,
-                prefix_cache=bool(prefix_cache),
-            )
-        elif any(option is not None for option in (block_size, num_blocks, max_memory, prefix_cache)):
-            raise ValueError(
-                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
-            )
+        pool = BlockPool.given_or_new(
+            pool, block_size=block_size, num_blocks=num_blocks, max_memory=max_memory, prefix_cache=prefix_cache
+        )
         kinds, kwargs = layer_kinds(config)
         groups = group_layers(kinds, kwargs)
         if not groups:
@@ -110,9 +101,6 @@ class PagedCache(Cache):
         self._in_pass = False
         self.after_pass: Callable[[], object] | None = None
         """Called once at the end of a forward pass."""
-        self._asks_to_compile = False
-        self._masks_say_more = False  # than causal order, windows and the padding, in a step that might be compiled
-        self._mask_before = self._known_mask = _NO_MASK  # of the step before, as it was passed, and of the one to come
         self._ended: torch.Tensor | None = None
         group_of = {layer: number for number, group in enumerate(rows.pool.groups) for layer in group.layers}
         layers: list[Any] = []
@@ -125,6 +113,10 @@ class PagedCache(Cache):
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**options))
         super().__init__(layers=layers)
         self._ref = weakref.ref(self)
+        self.compiled = CompiledSteps(self._ref, rows, self.layers)
+        """For `hf_paged.patches.compiled`."""
+        self.prompts = KeptPrompts(rows)
+        """For `hf_paged.patches.prompts`."""
 
     # What transformers calls -------------------------------------------------------------------------------------
 
@@ -295,139 +287,13 @@ class PagedCache(Cache):
 
         return html_of_cache(self)
 
-    # What generate() of an enabled model calls, see hf_paged.patches.prompts ----------------------------------------
-
-    @property
-    def keeps_prompts(self) -> bool:
-        """Whether full blocks are kept for later calls; recurrent state cannot be."""
-        return self.pool.prefixes is not None and not self._rows.has_state
-
-    def goes_on(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> bool:
-        """Whether a prompt begins with what the cache holds under this key, and has more."""
-        held = self._rows.ids
-        return (
-            held is not None
-            and self._rows.key == key
-            and held.shape[0] == ids.shape[0]
-            and held.shape[1] < ids.shape[1]
-            and np.array_equal(held, ids[:, : held.shape[1]])
-            and self._rows.stores_as(mask[:, : held.shape[1]])
-        )
-
-    def first_difference(self, ids: np.ndarray) -> tuple[int, int] | None:
-        """The first `(row, position)` at which a prompt `[rows, length]` has another token than is stored, as far as it
-        is known what is stored."""
-        held = self._rows.ids
-        if held is None or held.shape[0] != ids.shape[0]:
-            return None
-        length = min(held.shape[1], ids.shape[1])
-        other = (held[:, :length] != ids[:, :length]) & self._rows.stored[:, :length]
-        found = np.argwhere(other)
-        return None if len(found) == 0 else (int(found[0][0]), int(found[0][1]))
-
-    def note_tokens(self, ids: np.ndarray) -> None:
-        """Note which tokens the rows hold, `[rows, length]`, for checks of prompts to come."""
-        self._rows.ids = ids.copy()
-
-    def note_beams(self) -> None:
-        """Note that the rows are beams, of which only the search knew which is which."""
-        self._rows.are_beams = True
-
-    @property
-    def are_beams(self) -> bool:
-        """Whether the rows are beams of a search that has ended."""
-        return self._rows.are_beams
-
-    @property
-    def knows_its_tokens(self) -> bool:
-        """Whether what it holds came from generate() calls that were followed, or is of no use."""
-        return self._rows.ids is not None or self._rows.disposable
-
-    def adopt_prompt(self, key: Any, ids: np.ndarray, mask: np.ndarray) -> int:
-        """Take the beginnings of prompts from the blocks that are kept; the cache must be empty.
-
-        All rows begin at the same padded position. So rows take as much as the one that has least, at its right end.
-
-        Args:
-            key: what keys and values depend on besides the tokens.
-            ids, mask: `[rows, length]`, padded on the left.
-
-        Returns:
-            Padded positions that need not be computed; one is always left.
-        """
-        pool, (num_rows, length) = self.pool, ids.shape
-        pads = length - mask.sum(axis=1)
-        if not pool.is_sized or (mask != (np.arange(length) >= pads[:, None])).any():
-            return 0
-        with pool.lock:
-            chains = [pool.prefixes.match(key, ids[row, pads[row] :].tolist()) for row in range(num_rows)]
-            begin = min(length - 1, *(int(pads[row]) + len(chains[row]) * pool.block_size for row in range(num_rows)))
-            stored = mask[:, :begin].astype(bool)
-            if not stored.any():
-                return 0
-            blocks = [
-                [[node.tables[group].blocks[0] for node in chain] for chain in chains]
-                for group in range(len(pool.groups))
-            ]
-            self._rows.adopt(stored, blocks)
-        return begin
-
-    def keep_tokens(self, key: Any, ids: np.ndarray) -> None:
-        """Keep the full blocks of all rows.
-
-        Args:
-            key: what keys and values depend on besides the tokens.
-            ids: `[rows, positions]`: the tokens at the first padded positions, or at all of them.
-        """
-        rows, pool = self._rows, self.pool
-        with pool.lock:
-            for row in range(rows.num_rows):
-                tokens = rows.tokens_of(row, ids)
-                pool.prefixes.insert(key, tokens, [tables[row] for tables in rows.tables])
-        if ids.shape[1] == rows.length:
-            rows.ids, rows.key = ids.copy(), key
-        else:
-            rows.disposable = True
-
-    def let_go(self) -> None:
-        """Note that what the rows hold is of no use to another generate() call."""
-        self._rows.disposable = True
-
-    # What the compiled way calls, see hf_paged.patches.compiled -----------------------------------------------------
+    # What compiled decode steps call, see hf_paged.patches.compiled; more of it is in `compiled` ----------------------
 
     @property
     def is_compileable(self) -> bool:
         """True where generate() of a model with paged attention enabled asks. Elsewhere a graph would be handed tensors
         that grow with every token, and so compile anew for each."""
-        return self._asks_to_compile
-
-    @contextmanager
-    def as_compileable(self) -> Iterator[None]:
-        """Within, transformers is told that decode steps with this cache can be compiled."""
-        self._asks_to_compile = True
-        try:
-            yield
-        finally:
-            self._asks_to_compile = False
-
-    def not_compiled_because(self) -> str | None:
-        """Why decode steps with this cache cannot be compiled, or None as far as is known."""
-        if self._rows.always_dense:
-            return "a layer changed its keys or values after updating the cache"
-        if self._rows.has_state:
-            return "the state of its linear attention layers is in the cache"
-        if self._masks_say_more:
-            return "its masks say more than causal order, a window and the padding"
-        step = self._rows.step
-        was_seen = step is not None and step.closed and step.sees_mask
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                continue
-            if layer.hands_over is False or (was_seen and layer.hands_over is None):
-                return f"layer {layer.index} changes its keys or values after updating the cache"
-            if layer.backend is not None and not layer.backend.serves_graphs(layer.device):
-                return f"the {layer.backend.name} kernels cannot be part of a compiled step on {layer.device.type}"
-        return None
+        return self.compiled.are_asked_for
 
     @property
     def in_pass(self) -> bool:
@@ -439,59 +305,6 @@ class PagedCache(Cache):
         """Whether some position of the rows holds no token."""
         return self._rows.has_holes
 
-    def step_cache(self) -> StepCache | None:
-        """What the graph is to be given for the step that was begun, its tensors filled; None where this step must run
-        without one."""
-        rows, step = self._rows, self._rows.step
-        if step is None or step.closed:  # the masks were made in a way that did not begin one
-            return None
-        if step.other_masks or len(step.plain_groups) != len(self.pool.groups):
-            self._masks_say_more = True
-            return None
-        if (
-            not step.allocated
-            or step.must_be_dense
-            or step.was_empty
-            or any(mask is not None for mask in step.masks.values())
-        ):
-            return None
-        paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        if not all(layer.is_initialized and layer.hands_over for layer in paged):
-            return None  # before a first pass it is not known what the model does with what an update gives it
-        # A thread, and a stream, has its own: the tensors of a step must stay until it has run.
-        device = paged[0].device
-        key = (
-            threading.get_ident(),
-            torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
-            *(rows.num_rows, step.q_len),
-            tuple((layer.backend.name, layer.backend.graph_key()) for layer in paged),
-        )
-        found = self.pool.step_cache(key, lambda: StepCache(self.layers, rows.num_rows, step.q_len, self.block_size))
-        if found.is_used_by_another(self):
-            return None
-        found.prepare(self, step)
-        step.in_graph = True
-        return found
-
-    def note_changed_keys(self) -> None:
-        """Note that a model was seen to change keys after an update, and undo the step: layers are handed dense tensors
-        from now on."""
-        self._rows.always_dense = True
-        self.leave_pass(failed=True)
-
-    def only_extends(self, mask: torch.Tensor | None) -> bool:
-        """Whether `mask`, of the step to come, is known to be that of the step before, which a graph ran, and a 1 in
-        every row. Then it need not be read, which waits for the device."""
-        step, known = self._rows.step, self._known_mask
-        self._mask_before, self._known_mask = _MaskSeen.of(mask), _NO_MASK
-        return (
-            mask is not None
-            and known.is_still(mask)
-            and step is not None
-            and step.in_graph
-            and mask.shape == (self._rows.num_rows, step.end + 1)
-        )
-
     def begin_extended(self, num_rows: int) -> StepPlan:
         """Begin a step of one token a row whose mask is that of the step before and a 1 in every row, and whose layers'
         masks mean the same as then."""
@@ -499,14 +312,15 @@ class PagedCache(Cache):
         step.plain_groups = set(range(len(self.pool.groups)))
         return step
 
-    def note_extended(self, before: Any, after: Any) -> None:
-        """Note that `after` is the mask `before` and a 1 in every row, if that was the mask of the last step."""
-        if before is not None and self._mask_before.is_still(before):
-            self._known_mask = _MaskSeen.of(after)
-
     def graph_has_run(self) -> None:
         """Note that a compiled graph has stored the step's tokens in every layer."""
         self._rows.lengths = [self._rows.step.end] * len(self.layers)
+
+    def note_changed_keys(self) -> None:
+        """Note that a model was seen to change keys after an update, and undo the step: layers are handed dense tensors
+        from now on."""
+        self._rows.always_dense = True
+        self.leave_pass(failed=True)
 
     # What the attention path calls --------------------------------------------------------------------------------
 
@@ -635,22 +449,3 @@ class PagedCache(Cache):
             else:
                 twin.layers[index] = copy.deepcopy(layer, memo)
         return twin
-
-
-class _MaskSeen(NamedTuple):
-    """A mask, weakly, and torch's count of writes to it."""
-
-    tensor: Callable[[], torch.Tensor | None]
-    version: int
-
-    @classmethod
-    def of(cls, mask: torch.Tensor | None) -> _MaskSeen:
-        if mask is None or mask.is_inference():  # writes to it are not counted
-            return _NO_MASK
-        return cls(weakref.ref(mask), mask._version)
-
-    def is_still(self, mask: torch.Tensor) -> bool:
-        return self.tensor() is mask and self.version == mask._version
-
-
-_NO_MASK = _MaskSeen(lambda: None, 0)

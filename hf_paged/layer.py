@@ -254,7 +254,11 @@ class PagedLayer(CacheLayerMixin):
 
 def _was_told_not_to_cache(rows: Rows, index: int) -> bool:
     """Whether the `use_cache=False` that an attention module passes on is the caller's. Decoder layers of some models
-    (Olmo 3, Qwen3-VL) have it as a default of their own, which says nothing: the outermost forward pass knows."""
+    (Olmo 3, Qwen3-VL) have it as a default of their own, which says nothing: the outermost forward pass knows.
+
+    Its arguments are read from its frame, since nothing else tells them: a model that is not enabled has no hook of
+    ours, and transformers (5.24; 5.17 tells `update` nothing at all) keeps them nowhere else while the pass runs.
+    """
     step = rows.step
     if step is not None and not step.closed and step.end in rows.lengths and rows.lengths[index] != step.end:
         return False  # not the first layer of its pass, which was asked about

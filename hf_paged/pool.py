@@ -153,6 +153,34 @@ class BlockPool:
 
         return html_of_pool(self)
 
+    @classmethod
+    def given_or_new(
+        cls,
+        pool: BlockPool | None,
+        *,
+        block_size: int | None,
+        num_blocks: int | None,
+        max_memory: int | float | str | None,
+        prefix_cache: bool | None,
+    ) -> BlockPool:
+        """`pool`, or a new one with these options.
+
+        Raises:
+            ValueError: both were given, or an option is out of range.
+        """
+        if pool is None:
+            return cls(
+                block_size=16 if block_size is None else block_size,
+                num_blocks=num_blocks,
+                max_memory=max_memory,
+                prefix_cache=bool(prefix_cache),
+            )
+        if any(option is not None for option in (block_size, num_blocks, max_memory, prefix_cache)):
+            raise ValueError(
+                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
+            )
+        return pool
+
     @property
     def prefixes(self) -> PrefixIndex | None:
         """The prompts that are kept, if they are."""

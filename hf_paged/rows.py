@@ -7,18 +7,19 @@ and finds the blocks for it, for all rows and groups or for none.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_paged.allocator import BlockTable
+from hf_paged.origin import Origin
 from hf_paged.plan import StepPlan
 from hf_paged.pool import BlockPool
-
-_stamps = itertools.count()  # over the tables of all caches
+from hf_paged.positions import StoredPositions
+from hf_paged.table_arrays import TableArrays
 
 _INTERRUPTED = (
     "the forward pass before this one stopped half-way through the layers. The cache has been put back to the {} "
@@ -44,10 +45,7 @@ class Rows:
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
-        ids: `[num_rows, length]`, the tokens at all positions, padding included, where they are known.
-        key: what the blocks' contents depend on besides these tokens, where they depend on nothing else.
-        are_beams: the rows are beams, in an order that only the search knew.
-        disposable: a prompt to come has no use for what the rows hold.
+        origin: what is known of where the tokens came from.
     """
 
     def __init__(self, pool: BlockPool, num_layers: int, has_state: bool = False) -> None:
@@ -74,23 +72,14 @@ class Rows:
         self.state_lost = False
         self.unread: Callable[[], Any] | None = None
         self._num_steps = 0  # since the rows were empty
-        self._stored = np.zeros((0, 0), bool)  # [rows, capacity]: padded positions whose tokens are in blocks
-        self._unmasked = self._stored  # the same, but finished rows' padding counts as unmasked while generate() runs
-        self._has_holes = False  # some padded position is not stored
+        self._positions = StoredPositions(np.zeros((0, 0), bool))
         self._finishing = np.zeros(0, bool)  # rows that have ended, but whose last token was not fed yet
         self._finished = np.zeros(0, bool)  # rows that store nothing more
         self._any_ended = False
-        self._forget_origin()
+        self.origin = Origin()
         self._parked: set[int] = set()  # finished rows whose blocks others may take
         self._lost: set[int] = set()  # those whose blocks were taken, which the books here do not say yet
-        self._table_arrays: list[np.ndarray] = []  # per group [rows, capacity] int32, kept equal to `tables`
-        self._table_stamps: list[int] = []  # per group, another whenever its array has changed
-        self._stale_arrays = False
-
-    def _forget_origin(self) -> None:
-        self.ids: np.ndarray | None = None
-        self.key: Hashable | None = None
-        self.are_beams = self.disposable = False
+        self._arrays = TableArrays()
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -124,7 +113,7 @@ class Rows:
         start, end = self.length, self.length + q_len
         new, must_be_dense = None, False
         if not sees_mask:
-            if self._has_holes:
+            if self.has_holes:
                 raise ValueError(
                     "this cache was filled with paged attention enabled, so the padding of its rows is not stored, and "
                     "the padding mask of this forward pass cannot be seen to check it (or rows were released). Keep "
@@ -134,7 +123,7 @@ class Rows:
         elif extends:
             pass
         elif mask is None:
-            if self._has_holes and not self._unmasked[:, :start].all():
+            if not self._positions.may_all_be_shown(start):
                 raise ValueError(
                     "no attention_mask was passed, but rows of this cache have padding, which was never stored, or "
                     f"were released. Pass the mask of all {end} positions"
@@ -146,7 +135,7 @@ class Rows:
                     f"get {q_len} more: it must be [{num_rows}, {end}]. (A prompt that is wholly in the cache already "
                     "cannot be fed again: crop the cache by at least one token)"
                 )
-            must_be_dense = bool(start) and self._compare(mask[:, :start])
+            must_be_dense = bool(start) and self._positions.some_are_hidden_by(mask[:, :start])
             new = mask[:, start:end]
             if new.all():
                 new = None
@@ -208,7 +197,7 @@ class Rows:
                 step.before = {
                     "created": created,
                     "stored_lens": self.stored_lens,
-                    "has_holes": self._has_holes,
+                    "has_holes": self.has_holes,
                     "finishing": self._finishing,
                     "finished": self._finished,
                 }
@@ -223,12 +212,12 @@ class Rows:
                 raise
         if created:
             self.num_rows, self.tables = num_rows, tables
-            self._stored = self._unmasked = np.zeros((num_rows, 0), bool)
+            self._positions = StoredPositions(np.zeros((num_rows, 0), bool))
             self._finishing = self._finished = np.zeros(num_rows, bool)
-            self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in tables]
+            self._arrays = TableArrays(len(tables), num_rows)
         self._record(step)
-        step.block_tables = self._sync_tables(growths)
-        step.table_stamps = list(self._table_stamps)
+        self._arrays.sync(self.tables, growths)
+        step.block_tables, step.table_stamps = self._arrays.arrays, list(self._arrays.stamps)
 
     def adopt(self, stored: np.ndarray, blocks: Sequence[Sequence[Sequence[int]]]) -> None:
         """Begin with tokens that are in blocks already.
@@ -249,40 +238,34 @@ class Rows:
             ]
         self.num_rows, self.length, self.lengths = num_rows, length, [length] * self.num_layers
         self.stored_lens = counts
-        self._stored = self._unmasked = stored.copy()
-        self._has_holes = not stored.all()
+        self._positions = StoredPositions(stored.copy())
         self._finishing = self._finished = np.zeros(num_rows, bool)
-        self._table_arrays = [np.zeros((num_rows, 0), np.int32) for _ in self.tables]
-        self._stale_arrays = True
+        self._arrays = TableArrays(len(self.tables), num_rows, are_stale=True)
         self._num_steps = 1
 
     @property
     def has_holes(self) -> bool:
         """Whether some padded position is not stored."""
-        return self._has_holes
+        return self._positions.has_holes
 
     @property
     def stored(self) -> np.ndarray:
         """`[num_rows, length]` bool: which padded positions are stored."""
-        return self._stored[:, : self.length]
+        return self._positions.up_to(self.length)
 
     def tokens_of(self, row: int, ids: np.ndarray) -> list[int]:
         """The tokens that a row holds in the first positions, by `ids` `[rows, positions]`."""
         end = min(self.length, ids.shape[1])
-        return ids[row, :end][self._stored[row, :end]].tolist()
+        return ids[row, :end][self._positions.up_to(end)[row]].tolist()
 
     def stores_as(self, mask: np.ndarray) -> bool:
         """Whether `mask` `[num_rows, <= length]` is 1 at the positions that are stored, and 0 at the others."""
-        return np.array_equal(mask.astype(bool), self._stored[:, : mask.shape[1]])
+        return np.array_equal(mask.astype(bool), self._positions.up_to(mask.shape[1]))
 
     def stored_positions(self, step: StepPlan) -> np.ndarray | None:
         """`[rows, step.end]` bool: which padded positions have a token in the blocks once `step` is written; None for
         all of them."""
-        if step.new_tokens is None and not self._has_holes:
-            return None
-        shape = (len(step.context_lens), step.q_len)
-        new = np.ones(shape, bool) if step.new_tokens is None else step.new_tokens
-        return np.concatenate((self._stored[:, : step.start], new), axis=1) if step.start else new
+        return self._positions.once_written(step)
 
     def undo(self) -> None:
         """Take the current step back: blocks, tables and lengths are as before it. Does nothing without one."""
@@ -295,12 +278,12 @@ class Rows:
         self._undo_growths(step.growths)
         self._num_steps -= 1
         self.length = step.start
-        self.ids = None if self.ids is None else self.ids[:, : step.start]
+        self.origin.cut(step.start)
         self.lengths = [min(length, step.start) for length in self.lengths]
         self.stored_lens = step.before["stored_lens"]
-        self._has_holes = step.before["has_holes"]
+        self._positions.has_holes = step.before["has_holes"]
         self._finishing, self._finished = step.before["finishing"], step.before["finished"]
-        self._stale_arrays = True
+        self._arrays.are_stale = True
         if step.before["created"]:
             self._clear()
         self.state_lost = self.has_state
@@ -343,68 +326,13 @@ class Rows:
             self.undo()
             raise RuntimeError(_INTERRUPTED.format(self.length) + self.advice)
 
-    def _compare(self, past: np.ndarray) -> bool:
-        """Whether `past`, the mask of what is stored, hides stored tokens. Raises if it shows what never was."""
-        if not self._has_holes and self._unmasked is self._stored:
-            return not past.all()
-        unmasked = self._unmasked[:, : self.length]
-        if np.array_equal(past, unmasked):
-            return False
-        shown = past & ~unmasked
-        if shown.any():
-            row, position = (int(i) for i in np.argwhere(shown)[0])
-            raise ValueError(
-                f"attention_mask is 1 at position {position} of row {row}, which was padding (or came after the row's "
-                "end) when it was fed, and so was never stored, or belongs to a row that was released, or that had "
-                "ended and whose blocks others needed when the pool was full. Pass the mask that the tokens were fed "
-                "with, extended for the new ones, or start from a new cache"
-            )
-        return True
-
     def _record(self, step: StepPlan) -> None:
-        start, end = step.start, step.end
-        self._forget_origin()
-        if end > self._stored.shape[1]:
-            wider = np.zeros((self.num_rows, max(end, 2 * self._stored.shape[1], 64)), bool)
-            wider[:, :start] = self._stored[:, :start]
-            if self._unmasked is self._stored:
-                self._stored = self._unmasked = wider
-            else:
-                unmasked = np.zeros_like(wider)
-                unmasked[:, :start] = self._unmasked[:, :start]
-                self._stored, self._unmasked = wider, unmasked
-        self._stored[:, start:end] = True if step.new_tokens is None else step.new_tokens
-        if self._unmasked is not self._stored:
-            self._unmasked[:, start:end] = True if step.mask is None else step.mask[:, start:end]
-        self._has_holes = self._has_holes or step.new_tokens is not None
-        self.length = end
+        self.origin = Origin()
+        self._positions.add(step)
+        self.length = step.end
         self.stored_lens = step.context_lens
         if self._any_ended:
             self._finished, self._finishing = self._finished | self._finishing, np.zeros_like(self._finishing)
-
-    def _sync_tables(self, growths: Sequence) -> list[np.ndarray]:
-        if len(self._table_stamps) != len(self.tables):
-            self._table_stamps = [-1] * len(self.tables)
-        for group, (tables, growth) in enumerate(zip(self.tables, growths, strict=True)):
-            array = self._table_arrays[group]
-            stale = self._stale_arrays
-            if growth.changed or stale:
-                self._table_stamps[group] = next(_stamps)
-                grown = tables if stale else [tables[row] for row, _ in growth.changed]
-                most = max(table.first + len(table.blocks) for table in grown)
-                if most > array.shape[1]:
-                    array = np.zeros((self.num_rows, max(most, 2 * array.shape[1], 8)), np.int32)
-                    self._table_arrays[group] = array
-                    stale = True
-            if stale:
-                for row, table in enumerate(tables):
-                    array[row, table.first : table.first + len(table.blocks)] = table.blocks
-            else:
-                for row, entry in growth.changed:
-                    blocks, first = tables[row].blocks, tables[row].first
-                    array[row, first + entry : first + len(blocks)] = blocks[entry:]
-        self._stale_arrays = False
-        return self._table_arrays
 
     def _undo_growths(self, growths: Sequence) -> None:
         with self.pool.lock:
@@ -424,7 +352,7 @@ class Rows:
             return
         if not self._any_ended:
             self._any_ended = True
-            self._unmasked = self._stored.copy()
+            self._positions.follow_ends()
         self._finishing = self._finishing | ended
 
     def _park_finished(self) -> None:
@@ -459,9 +387,8 @@ class Rows:
             lost = list(self._lost)
             self.stored_lens = self.stored_lens.copy()
             self.stored_lens[lost] = 0
-            self._stored[lost, : self.length] = False
-            self._has_holes = True
-            self._stale_arrays = True
+            self._positions.lose(lost, self.length)
+            self._arrays.are_stale = True
             self._lost.clear()
 
     def clear_finished(self) -> None:
@@ -470,7 +397,7 @@ class Rows:
         self._finishing = np.zeros(self.num_rows, bool)
         self._finished = np.zeros(self.num_rows, bool)
         self._any_ended = False
-        self._unmasked = self._stored
+        self._positions.forget_ends()
         if self.step is not None and self.step.allocated:
             self.step.before["finishing"] = self.step.before["finished"] = np.zeros(self.num_rows, bool)
 
@@ -495,16 +422,12 @@ class Rows:
             ]
             self._release(old)
         index = np.asarray(indices, np.int64)
-        aliased = self._unmasked is self._stored
         self.num_rows = len(index)
-        self.ids = None if self.ids is None else self.ids[index]
+        self.origin.take(index)
         self.stored_lens = self.stored_lens[index]
-        self._stored = self._stored[index]
-        self._unmasked = self._stored if aliased else self._unmasked[index]
-        self._has_holes = not self._stored[:, : self.length].all()
+        self._positions.take(index, self.length)
         self._finishing, self._finished = self._finishing[index], self._finished[index]
-        self._table_arrays = [np.zeros((self.num_rows, array.shape[1]), np.int32) for array in self._table_arrays]
-        self._stale_arrays = True
+        self._arrays = self._arrays.for_rows(self.num_rows)
         if not len(index):
             self.reset()
 
@@ -516,18 +439,18 @@ class Rows:
         """
         self._end_step()
         keep = max(self.length - positions, 0)
-        gone = self._stored[:, keep : self.length].sum(axis=1, dtype=np.int32)
+        gone = self.stored[:, keep:].sum(axis=1, dtype=np.int32)
         self._check_windows(self.stored_lens - gone)
         with self.pool.lock:
             for allocator, tables in zip(self.pool.allocators, self.tables, strict=False):
                 for table, count in zip(tables, gone.tolist(), strict=True):
                     allocator.truncate(table, table.length - count)
         self.stored_lens = self.stored_lens - gone
-        self.ids = None if self.ids is None else self.ids[:, :keep]
+        self.origin.cut(keep)
         self.length = keep
         self.lengths = [min(length, keep) for length in self.lengths]
-        self._has_holes = not self._stored[:, :keep].all()
-        self._stale_arrays = True
+        self._positions.cut(keep)
+        self._arrays.are_stale = True
         if not keep:
             self.reset()
 
@@ -562,12 +485,11 @@ class Rows:
         self.stored_lens[index] = 0
         if not self._any_ended:
             self._any_ended = True
-            self._unmasked = self._stored.copy()
-        self._stored[index, : self.length] = False
+            self._positions.follow_ends()
+        self._positions.lose(index, self.length)
         self._finished = self._finished.copy()
         self._finished[index] = True
-        self._has_holes = self._has_holes or bool(self.length and len(index))
-        self._stale_arrays = True
+        self._arrays.are_stale = True
 
     def reset(self) -> None:
         """Give every block back and forget the rows."""
@@ -584,14 +506,10 @@ class Rows:
         twin.state_lost, twin._num_steps, twin.always_dense = self.state_lost, self._num_steps, self.always_dense
         if self.num_rows:
             twin.num_rows, twin.length, twin.lengths = self.num_rows, self.length, list(self.lengths)
-            twin.stored_lens, twin._has_holes, twin._any_ended = self.stored_lens, self._has_holes, self._any_ended
-            twin._finishing, twin._finished = self._finishing, self._finished
-            twin.ids, twin.key = self.ids, self.key
-            twin.are_beams, twin.disposable = self.are_beams, self.disposable
-            twin._stored = self._stored.copy()
-            twin._unmasked = twin._stored if self._unmasked is self._stored else self._unmasked.copy()
-            twin._table_arrays = [np.zeros_like(array) for array in self._table_arrays]
-            twin._stale_arrays = True
+            twin.stored_lens, twin._positions = self.stored_lens, self._positions.copy()
+            twin._finishing, twin._finished, twin._any_ended = self._finishing, self._finished, self._any_ended
+            twin.origin = copy.copy(self.origin)
+            twin._arrays = self._arrays.for_rows(self.num_rows)
             with self.pool.lock:
                 twin.tables = [
                     [allocator.fork(table) for table in tables]
@@ -615,15 +533,15 @@ class Rows:
             size = self.pool.block_size
             with self.pool.lock:
                 self._note_lost()
-            slots = np.full((self.num_rows, self.length), -1, np.int64)
+            slots, stored = np.full((self.num_rows, self.length), -1, np.int64), self.stored
             tables = self.tables[group] if self.tables else ()
             for row, table in enumerate(tables):
                 left = table.first * size
                 tokens = np.arange(table.length - left)
-                slots[row, np.flatnonzero(self._stored[row, : self.length])[left:]] = (
+                slots[row, np.flatnonzero(stored[row])[left:]] = (
                     np.asarray(table.blocks, np.int64)[tokens // size] * size + tokens % size
                 )
-            has_holes = self._has_holes or any(table.first for table in tables)
+            has_holes = self.has_holes or any(table.first for table in tables)
             holes = torch.from_numpy(slots < 0).to(device) if has_holes else None
             slots = torch.from_numpy(slots).clamp_(min=0).to(device)
             known[group, device] = slots // size, slots % size, holes

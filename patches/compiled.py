@@ -63,7 +63,7 @@ def meets_criteria(
         generation_config = copy.copy(generation_config)
         generation_config.compile_config = copy.copy(generation_config.compile_config) or CompileConfig()
         generation_config.compile_config._compile_all_devices = True
-    with cache.as_compileable():
+    with cache.compiled.asked_for():
         return original(model_kwargs, generation_config)
 
 
@@ -161,7 +161,7 @@ def update_kwargs(
     name = "_update_model_kwargs_for_generation"
     cache = _bare_cache(model_kwargs)
     if cache is not None and getattr(type(model), name) is getattr(GenerationMixin, name):
-        cache.note_extended(before, model_kwargs.get("attention_mask"))
+        cache.compiled.note_extended(before, model_kwargs.get("attention_mask"))
     return model_kwargs
 
 
@@ -214,7 +214,7 @@ def may_compile(model: PreTrainedModel, cache: PagedCache, args: tuple, kwargs: 
     if not getattr(model, "_can_compile_fullgraph", False):
         reason = "transformers does not mark it as one that can be compiled in one graph"
     else:
-        reason = cache.not_compiled_because()
+        reason = cache.compiled.impossible_because()
         if has_forwards_of_ours(model):
             reason = reason or model.config._attn_implementation.eager_because
     if reason is not None:
@@ -256,7 +256,7 @@ def prepare_step(
     if by_hooks and kwargs.get("position_ids") is None and cache.has_padding:
         return None  # the model would take positions from a mask that graphs are not given
     token_types = {name: kwargs.get(name) for name in TOKEN_TYPES}
-    only_extends = cache.only_extends(mask) and ids.shape[1] == 1
+    only_extends = cache.compiled.only_extends(mask) and ids.shape[1] == 1
     if only_extends and all(types is None for types in token_types.values()):
         cache.begin_extended(ids.shape[0])
     else:
@@ -272,7 +272,7 @@ def prepare_step(
             **token_types,
             **{cache_keyword(model): cache},
         )
-    step_cache = cache.step_cache()
+    step_cache = cache.compiled.step_cache()
     if step_cache is None:
         return None
     step_cache.by_hooks = by_hooks

@@ -99,7 +99,7 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
     except BaseException:
         cache.leave_pass(failed=True)
         cache.clear_finished()
-        cache.let_go()
+        cache.prompts.let_go()
         raise
 
 

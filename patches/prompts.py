@@ -44,7 +44,7 @@ def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = Non
             "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
             "the new ids alone, pass an attention_mask that covers the cached positions too"
         )
-    if is_whole and cache.are_beams:
+    if is_whole and cache.prompts.are_beams:
         raise ValueError(
             "the rows of this cache are the beams of a search, in an order of its own, so no prompt can go on from "
             "them: use a new PagedCache or cache.reset()"
@@ -54,7 +54,7 @@ def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = Non
             "assisted decoding, use_mtp and prompt lookup begin with an empty cache (transformers' loop feeds the "
             "whole prompt): use a new PagedCache or cache.reset()"
         )
-    difference = cache.first_difference(_array(ids)) if is_whole else None
+    difference = cache.prompts.first_difference(_array(ids)) if is_whole else None
     if difference is not None:
         row, position = difference
         raise ValueError(
@@ -142,18 +142,18 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
     Returns:
         The key under which the call's tokens may be kept, or None where they may not.
     """
-    if not cache.keeps_prompts or model.config.is_encoder_decoder:  # whose prompt is the encoder's
+    if not cache.prompts.are_kept or model.config.is_encoder_decoder:  # whose prompt is the encoder's
         return None
     ids = _prompt_of(inputs, kwargs)
     mask = _mask_of(model, ids, kwargs)
     drafts = is_drafting(model, kwargs)
     if not (isinstance(ids, torch.Tensor) and ids.ndim == 2 and mask is not None and mask.shape == ids.shape):
-        if cache.knows_its_tokens and not isinstance(mask, torch.Tensor):
+        if cache.prompts.are_known and not isinstance(mask, torch.Tensor):
             cache.reset()
         return None
     key, tokens, seen = model_key(model), _array(ids), _array(mask)
-    goes_on = cache.goes_on(key, tokens, seen) and not drafts
-    if cache.knows_its_tokens and not goes_on:
+    goes_on = cache.prompts.go_on(key, tokens, seen) and not drafts
+    if cache.prompts.are_known and not goes_on:
         cache.reset()
     is_empty = cache.batch_size == -1
     if drafts or not (is_empty or goes_on) or not _depends_on_tokens_alone(model, cache, kwargs):
@@ -161,7 +161,7 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
     if not seen[:, -1].all():  # what follows padding on the right stands at other positions than alone
         return None
     if is_empty:
-        cache.adopt_prompt(key, tokens, seen)
+        cache.prompts.adopt(key, tokens, seen)
     return key
 
 
@@ -180,7 +180,7 @@ def end_kept(
     ids, rows, length = _prompt_of(inputs, kwargs), cache.batch_size, cache.get_seq_length()
     mask = kwargs.get("attention_mask")
     if num_beams > 1:
-        cache.note_beams()
+        cache.prompts.note_beams()
     followed = (
         isinstance(sequences, torch.Tensor)
         and isinstance(ids, torch.Tensor)
@@ -189,18 +189,18 @@ def end_kept(
         and num_beams == 1
         and kwargs.get("custom_generate") is None
     )
-    if not cache.keeps_prompts:
+    if not cache.prompts.are_kept:
         if followed:
-            cache.note_tokens(_array(sequences[:, :length]))
+            cache.prompts.note_tokens(_array(sequences[:, :length]))
     elif key is None:
         if is_drafting(model, kwargs):
-            cache.let_go()
+            cache.prompts.let_go()
     elif followed:
-        cache.keep_tokens(key, _array(sequences[:, :length]))
+        cache.prompts.keep(key, _array(sequences[:, :length]))
     elif rows > 0 and rows % len(ids) == 0:  # which beam a row is, is not known; but all of a prompt's begin with it
-        cache.keep_tokens(key, _array(ids).repeat(rows // len(ids), axis=0))
+        cache.prompts.keep(key, _array(ids).repeat(rows // len(ids), axis=0))
     else:
-        cache.let_go()
+        cache.prompts.let_go()
 
 
 def is_drafting(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:

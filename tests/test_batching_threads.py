@@ -25,7 +25,7 @@ from hf_paged import (
     iterate_many,
     paged_attention,
 )
-from hf_paged.batching import batcher as batcher_module
+from hf_paged.batching import enabler
 from hf_paged.sweep.tiny import build
 from tests.batching_checks import alone, assert_all_free, assert_alone, prompts
 from tests.helpers import build_model, generate, tiny_model
@@ -517,7 +517,7 @@ def test_a_batcher_may_be_collected_while_another_is_made(monkeypatch):
         enable.append(model)
         return enable_paged_attention(model)
 
-    monkeypatch.setattr(batcher_module, "enable_paged_attention", collect)
+    monkeypatch.setattr(enabler, "enable_paged_attention", collect)
     thread = threading.Thread(target=lambda: ContinuousBatcher(new, num_blocks=16).close(), daemon=True)
     thread.start()
     thread.join(20)

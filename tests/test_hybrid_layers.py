@@ -83,6 +83,6 @@ def test_they_cannot_be_forked_by_rows_and_decode_eagerly() -> None:
     with run_way(model, "compiled"):
         got = generate(model, ids, mask, cache)
     same_tokens(model, got, generate_dynamic(model, ids, mask), mask)
-    assert "state" in cache.not_compiled_because()
+    assert "state" in cache.compiled.impossible_because()
     with pytest.raises(NotImplementedError, match="recurrent state"):
         cache.fork([0])

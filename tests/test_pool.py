@@ -381,7 +381,7 @@ def _break(*args):
 def _enabled_broken_layer(model):
     cache = _enabled_generate(model)
     hook = model.model.layers[1].register_forward_hook(_break)
-    cache._rows.ids = None  # whatever it holds
+    cache._rows.origin.ids = None  # whatever it holds
     with paged_attention(model), pytest.raises(_Broken):
         generate(model, *random_prompts([5, 9 + 5 + 1]), cache=cache)
     hook.remove()

@@ -598,7 +598,7 @@ def test_an_encoders_prompt_is_not_a_decoders() -> None:
                 held = own.get_seq_length()
                 assert held == 40 and len(pool.prefixes) == 0
                 # After a call that failed, too, the pair is left as it is: its halves belong together.
-                own.let_go()
+                own.prompts.let_go()
                 other = {"input_ids": one[:, :20], "attention_mask": torch.ones_like(one[:, :20])}
                 assert begin_kept(model, own, **{**arguments, **other}) is None
                 assert own.get_seq_length() == held

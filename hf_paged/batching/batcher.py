@@ -8,14 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from numbers import Integral
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from hf_paged.allocator import BlockAllocator
+from hf_paged.batching.enabler import Enabler
 from hf_paged.batching.handle import RequestHandle
 from hf_paged.batching.requests import FinishReason, QueueFullError
 from hf_paged.batching.rules import read_rules
@@ -23,10 +22,11 @@ from hf_paged.batching.runner import PackedRunner, check_packing, position_limit
 from hf_paged.batching.sampling import draw
 from hf_paged.batching.scheduler import Scheduler
 from hf_paged.batching.sequences import Sequence
+from hf_paged.batching.stats import BatchCounts, BatcherStats
 from hf_paged.errors import OutOfBlocksError
 from hf_paged.layer_kinds import group_layers, layer_kinds
 from hf_paged.packed import PackedStep
-from hf_paged.patches.enable import enable_paged_attention, find_model, is_enabled, undo_enable
+from hf_paged.patches.enable import find_model
 from hf_paged.patches.prompts import model_key
 from hf_paged.pool import BlockPool
 
@@ -35,87 +35,6 @@ AGING = 64
 STEP_TOKENS = {"cpu": 512}
 """Tokens fed in a step, by type of device."""
 STEP_TOKENS_OTHERWISE = 2048
-
-
-@dataclass(frozen=True)
-class BatcherStats:
-    """One look at a batch."""
-
-    waiting: int
-    running: int
-    peak_running: int
-    """The most sequences that ran at once."""
-    finished: int
-    """Requests that ended by themselves; a sample counts as one."""
-    failed: int
-    cancelled: int
-    preemptions: int
-    steps: int
-    prompt_tokens: int
-    """Tokens of prompts that were fed, those that were computed again included."""
-    cached_tokens: int
-    """Tokens of prompts that were found in blocks."""
-    new_tokens: int
-    used_blocks: int
-    free_blocks: int
-    total_blocks: int
-    peak_blocks: int
-    seconds: float
-    """Spent in steps."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second spent in steps."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-    def as_dict(self) -> dict[str, int | float]:
-        """The same as a dict, for JSON."""
-        return asdict(self) | {"tokens_per_second": self.tokens_per_second}
-
-
-class _Enabler:
-    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it.
-
-    The garbage collector may close one while this very thread has the lock. So whoever closes one hands it over, and
-    whoever has the lock, or gets it, does the rest.
-    """
-
-    _open: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, int]] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-    _handed_over: ClassVar[deque[_Enabler]] = deque()
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        try:
-            with self._lock:
-                self._counts = model in self._open or not is_enabled(model)
-                enable_paged_attention(model)
-                if self._counts:
-                    self._open[model] = self._open.get(model, 0) + 1
-        finally:
-            self._close_all()
-
-    def close(self) -> None:
-        """Harmless twice."""
-        self._handed_over.append(self)
-        self._close_all()
-
-    @classmethod
-    def _close_all(cls) -> None:
-        while cls._handed_over and cls._lock.acquire(blocking=False):
-            try:
-                while cls._handed_over:
-                    cls._handed_over.popleft()._close()
-            finally:
-                cls._lock.release()
-
-    def _close(self) -> None:
-        if self._counts:
-            self._counts = False
-            self._open[self._model] -= 1
-            if not self._open[self._model]:
-                del self._open[self._model]
-                undo_enable(self._model)
 
 
 class ContinuousBatcher:
@@ -173,19 +92,11 @@ class ContinuousBatcher:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1, or None for no limit, not {max_waiting!r}")
-        if pool is None:
-            if prefix_cache is None:
-                prefix_cache = all(group.kind == "full_attention" for group in group_layers(*layer_kinds(core.config)))
-            pool = BlockPool(
-                block_size=16 if block_size is None else block_size,
-                num_blocks=num_blocks,
-                max_memory=max_memory,
-                prefix_cache=prefix_cache,
-            )
-        elif any(value is not None for value in (block_size, num_blocks, max_memory, prefix_cache)):
-            raise ValueError(
-                "block_size, num_blocks, max_memory and prefix_cache belong to the pool; give them to BlockPool"
-            )
+        if pool is None and prefix_cache is None:
+            prefix_cache = all(group.kind == "full_attention" for group in group_layers(*layer_kinds(core.config)))
+        pool = BlockPool.given_or_new(
+            pool, block_size=block_size, num_blocks=num_blocks, max_memory=max_memory, prefix_cache=prefix_cache
+        )
         self.pool, self.tokenizer, self._max_waiting = pool, tokenizer, max_waiting
         self._closing = self._closed = self._stepping = False
         self._lock = threading.Condition()  # guards what other threads touch, and tells them of news
@@ -193,10 +104,9 @@ class ContinuousBatcher:
         self._inbox: deque[Sequence] = deque()
         self._early: deque[tuple[RequestHandle, FinishReason, BaseException | None]] = deque()
         self._live: set[Sequence] = set()
-        self._num_requests = self._steps = self._prompt_tokens = self._cached_tokens = self._new_tokens = 0
-        self._seconds = 0.0
-        self._ended = {"finished": 0, "error": 0, "cancelled": 0}
-        self._enabler = _Enabler(core)
+        self._num_requests = 0
+        self._counts = BatchCounts()
+        self._enabler = Enabler(core)
         weakref.finalize(self, self._enabler.close).atexit = False  # of a batcher that nobody closes
         try:
             self._runner = PackedRunner(core, pool, tokenizer)
@@ -269,7 +179,7 @@ class ContinuousBatcher:
             index, self._num_requests = self._num_requests, self._num_requests + 1
             sequences = []
             for sample, rules in enumerate(all_rules):
-                order = (self._steps - priority * AGING, index, sample)
+                order = (self._counts.steps - priority * AGING, index, sample)
                 sequence = Sequence(ids, rules, order, len(self.pool.groups))
                 if rules.do_sample:
                     sequence.generator = torch.Generator(device=self._runner.device).manual_seed(seed + sample)
@@ -288,7 +198,7 @@ class ContinuousBatcher:
         """A handle of a request that was refused, for whoever wants one for each."""
         with self._lock:
             index, self._num_requests = self._num_requests, self._num_requests + 1
-            self._ended["error"] += 1
+            self._counts.note_end("error")
         sequence = Sequence(self._encode(prompt), None, (), 0)
         sequence.handle = RequestHandle(self, sequence, index, 0, None)
         sequence.handle._end("error", error)
@@ -487,7 +397,7 @@ class ContinuousBatcher:
                 recording.note_undone(self, step)
             raise
         self._commit(step, sequences, drawing, failed)
-        self._seconds += time.perf_counter() - began
+        self._counts.seconds += time.perf_counter() - began
         return True
 
     def _commit(
@@ -498,17 +408,15 @@ class ContinuousBatcher:
         failed: dict[Sequence, Exception],
     ) -> None:
         """Take up what a step has brought."""
-        scheduler, now = self._scheduler, time.perf_counter()
-        self._steps += 1
-        for sequence, start in zip(sequences, step.starts, strict=True):
-            if start < sequence.num_prompt:
-                self._prompt_tokens += min(sequence.num_stored, sequence.num_prompt) - start
+        scheduler, counts, now = self._scheduler, self._counts, time.perf_counter()
+        counts.steps += 1
+        counts.note_fed(sequences, step.starts)
         for sequence in sequences:
             if sequence.num_pending == 0 and sequence.num_new == 0:
-                self._cached_tokens += sequence.cached_tokens
+                counts.cached_tokens += sequence.cached_tokens
                 scheduler.keep(sequence)
                 for sibling in scheduler.spawn(sequence):
-                    self._cached_tokens += sibling.cached_tokens
+                    counts.cached_tokens += sibling.cached_tokens
         for sequence in drawing:
             if (error := failed.get(sequence)) is not None:
                 self._end(sequence, "error", error)
@@ -517,7 +425,7 @@ class ContinuousBatcher:
             sequence.tokens.append(token)
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
-            self._new_tokens += 1
+            counts.new_tokens += 1
             sequence.handle._take(token)
             if reason is not None:
                 self._end(sequence, reason)
@@ -542,7 +450,7 @@ class ContinuousBatcher:
         self._scheduler.remove(sequence, keep=reason in ("eos", "length", "stopped"))
         sequence.forget_ids()
         with self._lock:
-            self._ended[reason if reason in self._ended else "finished"] += 1
+            self._counts.note_end(reason)
             sequence.handle._end(reason, error)
             self._live.discard(sequence)
         for recording in self.pool.recordings:
@@ -552,29 +460,8 @@ class ContinuousBatcher:
 
     def stats(self) -> BatcherStats:
         """Requests, tokens and blocks as they are now."""
-        allocators = self.pool.allocators
         with self.pool.lock:
-            return self._stats(allocators)
-
-    def _stats(self, allocators: list[BlockAllocator]) -> BatcherStats:
-        return BatcherStats(
-            waiting=self._num_waiting,
-            running=len(self._scheduler.running),
-            peak_running=self._scheduler.peak_running,
-            finished=self._ended["finished"],
-            failed=self._ended["error"],
-            cancelled=self._ended["cancelled"],
-            preemptions=self._scheduler.num_preemptions,
-            steps=self._steps,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            new_tokens=self._new_tokens,
-            used_blocks=sum(allocator.num_used for allocator in allocators),
-            free_blocks=sum(allocator.num_free for allocator in allocators),
-            total_blocks=sum(allocator.num_blocks for allocator in allocators),
-            peak_blocks=sum(allocator.peak_used for allocator in allocators),
-            seconds=self._seconds,
-        )
+            return self._counts.look(self._scheduler, self._num_waiting)
 
     def close(self) -> None:
         """Cancel what has not ended, give every block back, and leave the model as it was before. Harmless twice."""
