@@ -41,6 +41,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return count if count > 1 else 0
 
 
+LONGEST = ("test_notebooks", "test_static_guard", "test_compiled", "test_triton", "test_sweep", "test_bench_gpu")
+"""How the names of files begin that take a minute or so. The first converts the real model, for all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker begins with the files that take longest, so that none is left over when the others have ended."""
+
+    def place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if item.path.stem.startswith(name)), len(LONGEST))
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct in float32 and its tokenizer; leave the model as it is found.
