@@ -41,8 +41,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return count if count > 1 else 0
 
 
-LONGEST = ("test_notebooks", "test_static_guard", "test_compiled", "test_triton", "test_sweep", "test_bench_gpu")
-"""How the names of files begin that take a minute or so. The first converts the real model, for all."""
+LONGEST = (
+    *("test_notebooks", "test_static_guard", "test_compiled", "test_triton", "test_features", "test_sweep"),
+    *("test_smollm2", "test_bench_gpu"),
+)
+"""How the names of files begin that take half a minute or more. The first converts the real model, for all."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
