@@ -8,6 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is loaded. Workers share the cores, and threads of several processes that wait for each other make
+    # everything several times slower; what the tests start inherits it.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 # Before anything imports a Triton kernel: what is decorated afterwards runs in the interpreter, on the CPU.
@@ -17,6 +23,40 @@ from hf_paged.models import DemoModelMissingError, load_demo_model
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+
+MOST_WORKERS = 8  # each loads torch and transformers, which takes seconds and half a gigabyte
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` is: one a core for the whole suite, none but this one for a choice of tests."""
+    options = config.option
+    is_choice = options.keyword or options.markexpr != "not slow" or getattr(options, "lf", False)
+    if is_choice or options.capture == "no" or any("::" in name for name in config.args):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores, MOST_WORKERS)
+    if not any(Path(name).is_dir() for name in config.args):
+        count = min(count, len(config.args))  # a file is never split
+    return count if count > 1 else 0
+
+
+LONGEST = (
+    *("test_notebooks", "test_static_guard", "test_compiled", "test_triton", "test_features", "test_sweep"),
+    *("test_smollm2", "test_bench_gpu"),
+)
+"""How the names of files begin that take half a minute or more. The first converts the real model, for all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A worker begins with the files that take longest, so that none is left over when the others have ended."""
+
+    def place(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if item.path.stem.startswith(name)), len(LONGEST))
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -103,12 +103,14 @@ def test_the_paged_model_gives_the_tokens_of_the_others(toy: tuple[subprocess.Co
     assert values["PagedCache"]["step_ms"] > 0 and values["DynamicCache"]["tokens_per_s"] > 0
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")  # and the script would run, for minutes
-    done = run("--output", tmp_path / "none")
-    assert done.returncode == 2
-    assert "--toy" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert work(parse(["--output", str(tmp_path / "none")])) == 2
+    said = capsys.readouterr().err
+    assert "--toy" in said and len(said.strip().splitlines()) == 1
+    refuses = [sys.executable, "-c", "import sys; sys.exit(2)"]  # the exit code is passed on
+    assert supervisor.supervise(refuses, tmp_path, time.time() + 60) == 2
 
 
 def test_no_time_is_recorded_as_such(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

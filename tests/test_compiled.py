@@ -156,15 +156,15 @@ def test_compilation_keeps_no_cache_alive(llama: PreTrainedModel) -> None:
 
 def test_batch_sizes_beyond_the_limit_decode_eagerly(llama: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:
     other = build_model("llama", seed=1)
-    with caplog.at_level(logging.WARNING, "hf_paged"), torch._dynamo.config.patch(recompile_limit=3):
+    with caplog.at_level(logging.WARNING, "hf_paged"), torch._dynamo.config.patch(recompile_limit=2):
         for model in (llama, other):
             with paged_attention(model, compile=True), compiled_quickly(model):
-                for rows in (1, 2, 3, 4, 5, 1):
+                for rows in (1, 2, 3, 4, 1):
                     compiled(model, [4 + row for row in range(rows)], max_new_tokens=4)
-    assert graphs() == 2 * 3
+    assert graphs() == 2 * 2
     said = [record.getMessage() for record in caplog.records if record.name == "hf_paged"]
     assert [
-        text.startswith("LlamaForCausalLM decodes without torch.compile: it has been compiled for 3") for text in said
+        text.startswith("LlamaForCausalLM decodes without torch.compile: it has been compiled for 2") for text in said
     ] == [True, True]
 
 
@@ -194,8 +194,12 @@ def test_under_inference_mode(llama: PreTrainedModel) -> None:
     assert graphs() == 1
 
 
-def test_real_model_by_inductor(smollm2: tuple[PreTrainedModel, Any]) -> None:
-    model, tokenizer = smollm2
+@pytest.mark.parametrize("layers", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_real_model_by_inductor(smollm2: tuple[PreTrainedModel, Any], layers: int) -> None:
+    """Its first layers, since all take half a minute."""
+    model, tokenizer = copy.deepcopy(smollm2[0]), smollm2[1]
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
     tokenizer.padding_side = "left"
     inputs = tokenizer(
         ["The capital of France is", "One, two, three, four, five, six,"], return_tensors="pt", padding=True
