@@ -153,6 +153,10 @@ class BlockAllocator:
         """How many tables hold `block`."""
         return self._references[block] if block < self._fresh else 0
 
+    def is_shared(self, block: int) -> bool:
+        """Whether several tables hold `block` which are not parked."""
+        return self.references(block) - self._parked.get(block, 0) > 1
+
     def all_references(self) -> tuple[list[int], dict[int, int]]:
         """How many tables hold each block below `high_water`, and how many of the tables that hold a block are parked,
         for blocks that have such; copies, made at once."""

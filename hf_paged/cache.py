@@ -25,8 +25,8 @@ from hf_paged.rows import Rows
 from hf_paged.stats import CacheStats, collect_stats
 
 _ADVICE_FOR_PAIRS = (
-    ". This is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
-    "EncoderDecoderCache(PagedCache(model.config), DynamicCache()) instead"
+    "this is an encoder-decoder model, whose layers store keys of two kinds: if the cache was passed as it is, pass "
+    "EncoderDecoderCache(PagedCache(model.config), DynamicCache()) instead. If not, "
 )
 _CROPS_TO_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 

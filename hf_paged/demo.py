@@ -27,6 +27,7 @@ from hf_paged.bench.harness import Comparison, Machine, Ratio, compare, describe
 from hf_paged.bench.memory import dynamic_bytes
 from hf_paged.models import cache_keyword, display_name
 from hf_paged.pictures import text_map
+from hf_paged.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -307,10 +308,10 @@ def print_demo(result: DemoResult, console: Console) -> None:
     table.add_row("tokens per second", *(f"{s.tokens_per_second:.1f}" for s in sides), f"{result.speedup.median:.2f}x")
     decode = result.paged.decode_tokens_per_second / result.dynamic.decode_tokens_per_second
     table.add_row("  after the prompt", *(f"{s.decode_tokens_per_second:.1f}" for s in sides), f"{decode:.2f}x")
-    table.add_row("KV memory reserved", *(_size(s.reserved_bytes) for s in sides))
+    table.add_row("KV memory reserved", *(format_size(s.reserved_bytes) for s in sides))
     less = result.dynamic.used_bytes / result.paged.used_bytes
-    table.add_row("  in use", *(_size(s.used_bytes) for s in sides), f"{less:.2f}x less")
-    table.add_row("  real tokens", *(_size(s.token_bytes) for s in sides))
+    table.add_row("  in use", *(format_size(s.used_bytes) for s in sides), f"{less:.2f}x less")
+    table.add_row("  real tokens", *(format_size(s.token_bytes) for s in sides))
     table.add_row("  wasted", *(f"{s.waste:.1%}" for s in sides))
     console.print(table, highlight=False)
     note = "Memory is at the last token."
@@ -483,12 +484,3 @@ def _first_line(text: str, width: int) -> str:
 def _times(ratio: Ratio) -> str:
     low, high = ratio.quartiles
     return f"{ratio.median:.2f}x ({low:.2f} to {high:.2f})"
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"

@@ -90,7 +90,8 @@ def paged_mask(**kwargs: Any) -> torch.Tensor | None:
     if patched is None and implementation == IMPLEMENTATION and config.model_type in NOT_ROUTED:
         raise NotImplementedError(
             f"{config.model_type} computes attention in its own code, so the name {IMPLEMENTATION!r} alone does not "
-            "reach it. Load it without attn_implementation, and try enable_paged_attention(model)"
+            "reach it. Load it without attn_implementation: a PagedCache works then, and enable_paged_attention(model) "
+            "tells whether the kernels can be used, too"
         )
     if isinstance(offset, PackedLength):
         return _mask_of_packed(offset, patched, kwargs)

@@ -73,19 +73,25 @@ def load_demo_model(
     """SmolLM2-135M-Instruct and its tokenizer. The first call converts the weights, later ones take about a second."""
     folder = _converted(find_demo_gguf())
     with quiet():
-        return _load(folder, dtype, device, local_files_only=True)
+        return _load(folder, dtype, device, True, local_files_only=True)
 
 
 def load_model(
     name_or_path: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    *,
+    needs_tokenizer: bool = True,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """A causal language model and its tokenizer, ready for a left-padded batch.
 
     Args:
         name_or_path: a hub id or a folder; None loads the demo model.
         dtype: None keeps the dtype of the checkpoint (float32 for the demo model).
+        needs_tokenizer: if not, the tokenizer is None where there is none.
+
+    Raises:
+        ModelLoadError: there is no such model or tokenizer, or it cannot be read.
     """
     if name_or_path is None:
         return load_demo_model(dtype or torch.float32, device)
@@ -97,11 +103,10 @@ def load_model(
             raise ModelLoadError(f"Cannot load a model from {path}: there is no such folder.")
     try:
         with quiet(hub=False):
-            return _load(name_or_path, dtype or "auto", device)
+            return _load(name_or_path, dtype or "auto", device, needs_tokenizer)
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:  # the last: what a config does not allow
-        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         raise ModelLoadError(
-            f"Cannot load the model '{name_or_path}': {reason}\n"
+            f"Cannot load the model '{name_or_path}': {beginning(error)}\n"
             "--model takes a hub id (with network access) or the path of a folder that holds a model; "
             "without it the demo model is used."
         ) from error
@@ -130,17 +135,47 @@ def display_name(model: PreTrainedModel) -> str:
     return DEMO_MODEL if name.startswith(f"{DEMO_MODEL}-") else name or type(model).__name__
 
 
-def _load(
-    source: str | os.PathLike[str], dtype: torch.dtype | str, device: str | torch.device, **kwargs: object
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_tokenizer(source: str | os.PathLike[str], **kwargs: object) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, by its hub id or folder.
 
-    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left", **kwargs)
+    Raises:
+        ModelLoadError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, **kwargs)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelLoadError(f"Cannot load the tokenizer of '{source}': {beginning(error)}") from error
+
+
+def beginning(error: BaseException) -> str:
+    """The first lines of what an error says: transformers explains itself at length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2])
+
+
+def _load(
+    source: str | os.PathLike[str],
+    dtype: torch.dtype | str,
+    device: str | torch.device,
+    needs_tokenizer: bool,
+    **kwargs: object,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoConfig.from_pretrained(source, **kwargs)  # says soonest that there is no model
+    try:
+        tokenizer = load_tokenizer(source, padding_side="left", **kwargs)
+    except ModelLoadError:
+        if needs_tokenizer:
+            raise
+        tokenizer = None
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **kwargs).to(device).eval()
-    if tokenizer.pad_token_id is None:
+    if tokenizer is not None and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.generation_config.pad_token_id is None:
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        model.generation_config.pad_token_id = 0 if tokenizer is None else tokenizer.pad_token_id
     return model, tokenizer
 
 

@@ -141,9 +141,15 @@ class BlockPool:
         self._budget = parse_memory(max_memory)
         if num_blocks is not None:
             BlockAllocator(num_blocks, block_size)  # says what is wrong with it now, not at first use
+            if num_blocks > _most_blocks(block_size):
+                raise ValueError(
+                    f"num_blocks must be at most {_most_blocks(block_size):,} for blocks of {block_size} tokens, not "
+                    f"{num_blocks:,}"
+                )
 
     def __repr__(self) -> str:
-        size = f"{self.allocators[0].num_blocks:,}" if self.is_sized else "as many as fit"
+        num_blocks = self.allocators[0].num_blocks if self.is_sized else self._num_blocks
+        size = "as many as fit" if num_blocks is None else f"{num_blocks:,}"
         used = ", ".join(f"{allocator.num_used:,}" for allocator in self.allocators) or "0"
         kept = "" if self.prefixes is None else f", kept={len(self.prefixes):,}"
         return f"BlockPool(blocks={used} of {size}{kept}, block_size={self.block_size})"
@@ -355,11 +361,15 @@ class BlockPool:
         return storage
 
     def _settle_size(self, num_blocks: int) -> None:
-        # Slots are counted in 32 bits by the kernels' block tables and positions.
-        num_blocks = min(num_blocks, (2**31 - 1) // self.block_size)
+        num_blocks = min(num_blocks, _most_blocks(self.block_size))
         self.allocators.extend(BlockAllocator(num_blocks, self.block_size) for _ in self.groups)
         for allocator in self.allocators:
             allocator.reclaim = self.parking.reclaim
+
+
+def _most_blocks(block_size: int) -> int:
+    """Of one pool: the kernels count slots in 32 bits."""
+    return (2**31 - 1) // block_size
 
 
 class _Drain:

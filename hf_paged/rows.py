@@ -41,7 +41,7 @@ class Rows:
         has_state: the model has recurrent layers beside those that are paged, whose state no step can be undone in.
         unread: weak reference to a layer whose attention is left to the kernel, until the attention function has got
             what the layer handed out.
-        advice: what more to say where a pass seems to have stopped half-way.
+        advice: what to say first where a pass seems to have stopped half-way.
         always_dense: the model was seen to change keys or values after an update, so no layer may hand out a
             placeholder.
         state_lost: that state is ahead of the blocks, since a step was undone.
@@ -292,7 +292,7 @@ class Rows:
         """Put the rows back to empty if `layer` missed the very first step, and only that: it was interrupted."""
         if self.lengths[layer] == 0 and self._num_steps == 2:
             self.reset()
-            raise RuntimeError(_INTERRUPTED.format(0) + self.advice)
+            raise RuntimeError(self.advice + _INTERRUPTED.format(0))
 
     def undo_open(self) -> None:
         """Take the current step back unless its forward pass has ended well."""
@@ -324,7 +324,7 @@ class Rows:
             self.undo()  # it failed before the first layer, and nobody has seen its lengths
         elif step.start and step.start in self.lengths:
             self.undo()
-            raise RuntimeError(_INTERRUPTED.format(self.length) + self.advice)
+            raise RuntimeError(self.advice + _INTERRUPTED.format(self.length))
 
     def _record(self, step: StepPlan) -> None:
         self.origin = Origin()

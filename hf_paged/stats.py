@@ -57,7 +57,7 @@ def collect_stats(rows: Rows) -> CacheStats:
             for table in tables:
                 for entry, block in enumerate(table.blocks, start=table.first):
                     filled[block] = max(filled.get(block, 0), min(size, table.length - entry * size))
-            shared += sum(allocator.references(block) > 1 for block in filled)
+            shared += sum(allocator.is_shared(block) for block in filled)
             slots += len(filled) * size
             filled_slots += sum(filled.values())
             token_bytes += sum(filled.values()) * per_block // size

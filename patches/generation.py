@@ -77,6 +77,8 @@ def unpatch_generation(model: PreTrainedModel) -> None:
 def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _by_keyword(original, args, kwargs)
     cache = cache_of(kwargs) or _cache_for_assistant(model, kwargs)
+    if cache is not None and kwargs.get("cache") is None and cache_keyword(model) == "cache":
+        kwargs["cache"] = kwargs.pop("past_key_values")  # its old name, of which newer versions of transformers warn
     if cache is None:
         return _run(Call(None, False, False, tokenizer=kwargs.get("tokenizer")), original, *args, **kwargs)
     # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.

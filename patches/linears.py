@@ -127,11 +127,11 @@ class PackReport:
         ]
         for shape in self.shapes:
             speeds = ", ".join(
-                f"{speed:.2f}{'' if rows in shape.used_at else ' (not used)'} at {rows}"
+                f"{speed:.2f} with {rows}{'' if rows in shape.used_at else ' (not used)'}"
                 for rows, speed in shape.speedups.items()
             )
             size = f"{shape.out_features} x {shape.in_features} {shape.dtype}"
-            lines.append(f"  {shape.packed} of {shape.layers} of {size}: times as fast by rows: {speeds}")
+            lines.append(f"  {size}: {shape.packed} of {shape.layers} packed; times as fast, by rows: {speeds}")
         lines += [f"  {count} left as they are: {reason}" for reason, count in self.left.items()]
         return "\n".join(lines)
 

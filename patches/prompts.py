@@ -41,8 +41,9 @@ def check_prompt(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = Non
     if is_whole and ids.shape[1] <= past:
         raise ValueError(
             f"the prompt has {ids.shape[1]} positions, and the cache holds {past} already, so nothing is left to feed. "
-            "Pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed again); to pass "
-            "the new ids alone, pass an attention_mask that covers the cached positions too"
+            "For another prompt, use a new PagedCache, cache.reset(), or a cache with prefix_cache=True, which takes "
+            "any. To go on, pass the whole conversation, or crop the cache (cache.crop(-1) lets the last token be fed "
+            "again); to pass the new ids alone, pass an attention_mask that covers the cached positions too"
         )
     if is_whole and cache.prompts.are_beams:
         raise ValueError(

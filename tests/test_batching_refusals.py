@@ -179,6 +179,22 @@ def test_a_layer_that_stores_twice_in_a_step_is_refused():
     refused(model, "stores keys and values more than once")
 
 
+@pytest.mark.parametrize("options", [{"max_step_tokens": 0}, {"max_rows": 0}, {"max_rows": None}, {"max_rows": True}])
+def test_sizes_that_make_no_sense_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be an integer of at least 1"):
+        ContinuousBatcher(tiny_model("llama"), num_blocks=16, **options)
+
+
+@pytest.mark.parametrize("options", [{"priority": "high"}, {"seed": "x"}, {"seed": 1.5, "do_sample": True}])
+def test_priorities_and_seeds_are_integers(options):
+    with ContinuousBatcher(tiny_model("llama"), num_blocks=16) as batcher:
+        with pytest.raises(TypeError, match=f"{next(iter(options))} must be an integer, not"):
+            batcher.submit([1, 2], max_new_tokens=2, **options)
+        assert batcher.submit([1, 2], max_new_tokens=2).result().tokens
+        assert repr(batcher).startswith("ContinuousBatcher(0 running, 0 waiting, BlockPool(")
+    assert repr(batcher).startswith("ContinuousBatcher(closed, ")
+
+
 def test_attention_past_the_cache_is_refused():
     """It would see the other sequences."""
     model = build_model("llama")

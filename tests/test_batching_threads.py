@@ -208,6 +208,7 @@ def test_a_slow_consumer_stops_nobody():
         other.result()
         assert len(slow.got) < 12 and not one.done
         assert batcher.stats().running == 0
+        assert one.outcome().tokens == list(one), "all tokens are known, also while the streamer is given them"
         one.result()
         assert slow.ended and sum(map(len, slow.got[1:])) == 12
 
@@ -427,7 +428,7 @@ def test_a_full_queue():
     with ContinuousBatcher(model, num_blocks=64, max_rows=1, max_waiting=2) as batcher:
         for _ in range(2):
             batcher.submit([1, 2, 3], max_new_tokens=30)
-        with pytest.raises(QueueFullError, match="2 requests"):
+        with pytest.raises(QueueFullError, match="max_waiting=2"):
             batcher.submit([1, 2, 3], max_new_tokens=3, block=False)
         with pytest.raises(QueueFullError):
             batcher.submit([1, 2, 3], max_new_tokens=3, timeout=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -9,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import hf_paged
 from hf_paged import demo as demo_module
 from hf_paged import models
-from hf_paged.cli import app
+from hf_paged.cli import app, running
+from hf_paged.cli.options import check_writable
 from hf_paged.doctor import Diagnosis, Finding, Status
 
 runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
@@ -140,6 +143,37 @@ def test_kernels_without_the_disassembler_says_what_to_do(monkeypatch: pytest.Mo
     result = runner.invoke(app, ["kernels", "--target", "sm_90", "--kernel", "copy"])
     assert result.exit_code == 2, result.output
     assert "cuobjdump is missing" in result.stderr and "gfx942" in result.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    kept = tmp_path / "kept.json"
+    kept.write_text("before")
+    check_writable(kept, "--output")
+    check_writable(tmp_path / "new.json", "--output")
+    assert kept.read_text() == "before" and not (tmp_path / "new.json").exists()
+    monkeypatch.setattr(Path, "open", cannot)
+    result = runner.invoke(app, ["bench", "--output", str(tmp_path / "x.json")])
+    assert result.exit_code == 2 and "cannot write" in result.stderr
+
+
+def test_what_goes_on_is_said_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = [0.0], io.StringIO()
+    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+    progress = running.ProgressLine(Console(file=written))
+    for moment in range(int(2 * running.QUIET)):
+        now[0] = float(moment)
+        progress(f"step {moment}")
+    with progress.bar("tokens", 10) as advance:
+        advance(3)
+        assert written.getvalue().splitlines() == [f"step {int(running.QUIET)} …"]
+        now[0] += running.QUIET
+        advance(4)
+    assert written.getvalue().splitlines()[1:] == ["tokens: 4 of 10 …"]
 
 
 def test_kernels_without_triton_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +400,7 @@ def test_a_missing_demo_model_is_exit_code_2(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.smoke
 def test_the_demo_with_the_real_model(smollm2: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "load_model", lambda *args: smollm2)
+    monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: smollm2)
     prompts = {"prompts": demo_module.PROMPTS[:4], "progress": None}  # the others are only longer
     monkeypatch.setattr(demo_module.run_demo, "__kwdefaults__", prompts)
     result = runner.invoke(app, ["demo", "-n", "4", "--repeats", "1", "--json"])

@@ -516,6 +516,15 @@ def test_models_that_look_at_the_shape_of_the_cached_keys_see_all_of_it(family: 
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_an_encoder_decoder_with_a_bare_cache_says_first_what_to_pass() -> None:
+    config = transformers.T5Config(
+        vocab_size=128, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    with paged_attention(model), pytest.raises(RuntimeError, match=r"^this is an encoder-decoder model"):
+        model.generate(torch.randint(3, 128, (1, 12)), max_new_tokens=4, **{CACHE_ARGUMENT: PagedCache(config)})
+
+
 def test_an_implementation_set_while_enabled_stores_rows_that_ended_too(llama: PreTrainedModel) -> None:
     ids, mask = random_prompts(RAGGED)
     options = {"max_new_tokens": 30, "eos_token_id": list(range(3, 60))}

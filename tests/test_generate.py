@@ -271,6 +271,16 @@ def test_the_cache_is_taken_under_both_of_its_names(way: str, name: str) -> None
         assert cache.row_lengths == stored_lengths(ids, mask, output, eos["eos_token_id"])
 
 
+@pytest.mark.filterwarnings("error:.*past_key_values.*is deprecated:FutureWarning")
+def test_the_old_name_of_the_cache_is_no_reason_to_warn() -> None:
+    model = tiny_model("llama")
+    ids, mask = random_prompts(RAGGED)
+    cache = PagedCache(model.config)
+    with paged_attention(model):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, past_key_values=cache)
+    assert cache.stats().tokens > 0
+
+
 def stored_lengths(ids: torch.Tensor, mask: torch.Tensor, output: torch.Tensor, eos: list[int]) -> list[int]:
     """Real tokens per row that a generate() call must leave in the cache: all that were fed, up to the row's end."""
     lengths = []

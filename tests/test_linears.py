@@ -208,7 +208,7 @@ def test_the_report_says_what_was_done() -> None:
         (72, 48, 2, 2),
         (48, 72, 1, 1),
     }
-    for words in ("3 linear layers packed", "2 of 2 of 72 x 48 float32", "1 left as they are: float64"):
+    for words in ("3 linear layers packed", "72 x 48 float32: 2 of 2 packed", "1 left as they are: float64"):
         assert words in repr(report)
     back = json.loads(json.dumps(report.as_dict()))
     assert back["packed"] == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from hf_paged import models
 from hf_paged.models import DemoModelMissingError, ModelLoadError, cache_dir, load_demo_model, load_model
@@ -128,6 +129,15 @@ def test_a_path_that_does_not_exist_is_named(name: str) -> None:
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=tmp_path.name):
         load_model(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_serves_where_none_is_needed(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    tiny_llama.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=f"Cannot load the tokenizer of '{tmp_path}': \\S") as caught:
+        load_model(tmp_path)
+    assert not str(caught.value).endswith(": ")
+    model, tokenizer = load_model(tmp_path, needs_tokenizer=False)
+    assert tokenizer is None and model.generation_config.pad_token_id is not None
 
 
 def test_loading_changes_no_settings_of_transformers(tiny_llama_folder: Path) -> None:

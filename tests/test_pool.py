@@ -556,3 +556,26 @@ def test_memory_that_torch_has_cached_is_free(monkeypatch, kind):
     monkeypatch.setattr(device, "memory_reserved", lambda device: 3000, raising=False)
     monkeypatch.setattr(device, "memory_allocated", lambda device: 800, raising=False)
     assert pool_module.free_memory(torch.device(kind, 0)) == 3200
+
+
+def test_a_prompt_that_is_kept_is_shared_with_nobody():
+    model = tiny_model("llama")
+    ids, mask = random_prompts((37,))
+    pool = BlockPool(num_blocks=64, prefix_cache=True)
+    with paged_attention(model):
+        first, second = (PagedCache(model.config, pool=pool) for _ in range(2))
+        generate(model, ids, mask, first, max_new_tokens=4)
+        assert len(pool.prefixes) and first.stats().shared_blocks == 0
+        generate(model, ids, mask, second, max_new_tokens=4)
+    assert first.stats().shared_blocks == second.stats().shared_blocks == 2
+
+
+def test_a_pool_says_how_large_it_will_be():
+    assert repr(BlockPool(num_blocks=4)) == "BlockPool(blocks=0 of 4, block_size=16)"
+
+
+def test_more_blocks_than_kernels_can_count_are_refused():
+    most = (2**31 - 1) // 16
+    assert repr(BlockPool(num_blocks=most))
+    with pytest.raises(ValueError, match=f"num_blocks must be at most {most:,}"):
+        BlockPool(num_blocks=most + 1)

@@ -87,7 +87,9 @@ class ContinuousBatcher:
         self._model = core = find_model(model)
         if prompt_learning := getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise NotImplementedError(f"a PEFT model that learns prompts ({prompt_learning=}) cannot be batched")
-        for name, value in (("max_step_tokens", max_step_tokens or 1), ("max_rows", max_rows)):
+        for name, value in (("max_step_tokens", max_step_tokens), ("max_rows", max_rows)):
+            if value is None and name == "max_step_tokens":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
         if max_waiting is not None and max_waiting < 1:
@@ -158,10 +160,14 @@ class ContinuousBatcher:
         Raises:
             NotImplementedError: an option that a batch cannot honour, by name (beams, assisted decoding, ...).
             ValueError: an option that generate() itself refuses, or an empty prompt.
+            TypeError: a prompt of another kind, or a priority or seed that is no integer.
             RequestTooLongError: the pool could not hold it even alone.
             QueueFullError: `max_waiting` requests wait still.
             RuntimeError: the batcher is closed.
         """
+        for name, value in (("priority", priority), ("seed", 0 if seed is None else seed)):
+            if not isinstance(value, Integral):
+                raise TypeError(f"{name} must be an integer, not {value!r}")
         ids = self._encode(prompt)
         if self.tokenizer is not None:
             options.setdefault("tokenizer", self.tokenizer)
@@ -283,7 +289,7 @@ class ContinuousBatcher:
                 self.wait(lambda: self._closing or has_room(), deadline and max(deadline - time.monotonic(), 0))
             except TimeoutError:
                 raise QueueFullError(
-                    f"{self._max_waiting} requests are waiting, as many as max_waiting allows; run the batch, or wait "
+                    f"as many requests are waiting as max_waiting={self._max_waiting} allows; run the batch, or wait "
                     "with block=True"
                 ) from None
 
@@ -493,6 +499,10 @@ class ContinuousBatcher:
             waiting = [*self._scheduler.waiting, *self._inbox]
         samples = [sample for first in (*self._scheduler.running, *waiting) for sample in first.siblings]
         return waiting + [sample for sample in samples if not sample.ended]
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._scheduler.running)} running, {self._num_waiting} waiting"
+        return f"ContinuousBatcher({state}, {self.pool!r})"
 
     def _repr_html_(self) -> str:
         from hf_paged.pictures.html import html_of_batcher

@@ -84,27 +84,30 @@ class RequestHandle:
         return result
 
     def outcome(self) -> GenerationResult:
-        """The result of a request that has ended, also where that is an error."""
-        if not self.done:
+        """The result of a request that has ended, also where that is an error. A streamer that is still being given
+        tokens may fail yet; `result` waits for it."""
+        if self._result is not None:
+            return self._result
+        is_final = self.done
+        if self._reason is None:
             raise RuntimeError("the request has not ended; wait for it with result()")
-        if self._result is None:
-            sequence = self._sequence
-            self._result = GenerationResult(
-                index=self.index,
-                sample=self.sample,
-                prompt_ids=self.prompt_ids,
-                tokens=list(self._tokens),
-                text=self._batcher.decode(self._tokens),
-                finish_reason=self._reason,
-                error=self._error,
-                cached_tokens=sequence.cached_tokens,
-                preemptions=sequence.preemptions,
-                seconds=self._ended_at - sequence.born,
-                seconds_to_first_token=None
-                if sequence.first_token_at is None
-                else sequence.first_token_at - sequence.born,
-            )
-        return self._result
+        sequence = self._sequence
+        result = GenerationResult(
+            index=self.index,
+            sample=self.sample,
+            prompt_ids=self.prompt_ids,
+            tokens=list(self._tokens),
+            text=self._batcher.decode(self._tokens),
+            finish_reason=self._reason,
+            error=self._error,
+            cached_tokens=sequence.cached_tokens,
+            preemptions=sequence.preemptions,
+            seconds=self._ended_at - sequence.born,
+            seconds_to_first_token=None if sequence.first_token_at is None else sequence.first_token_at - sequence.born,
+        )
+        if is_final:
+            self._result = result
+        return result
 
     def __iter__(self) -> Iterator[int]:
         """The new tokens, as they come. Raises what ended the request, if something failed."""

@@ -83,6 +83,6 @@ class BatchError(RuntimeError):
         first = failed[0]
         super().__init__(
             f"{len(failed)} of {len(results)} requests failed, the first of them number {first.index} with "
-            f"{type(first.error).__name__}: {first.error}. The others are in .results of this error; with "
-            "raise_errors=False they are returned, and what failed has .error"
+            f"{type(first.error).__name__}: {str(first.error).rstrip('.')}. The others are in .results of this error; "
+            "with raise_errors=False they are returned, and what failed has .error"
         )

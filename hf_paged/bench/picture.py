@@ -77,7 +77,7 @@ def _draw_times(result: BlockSizesResult, axes: Axes) -> tuple[str, str]:
     axes.set_ylim(lowest - margin, highest + 4 * margin)  # with room for the legend
     return (
         f"Time relative to blocks of {smallest}: lower is faster",
-        f"bars: quartiles; at {smallest}: a second cache with such blocks\n"
+        f"bars: quartiles; {smallest} was measured twice, and the difference is chance\n"
         + "\n".join(f"{name}: {', '.join(texts)}" for name, texts in others.items()),
     )
 

@@ -12,7 +12,7 @@ from hf_paged.capacity.footprint import Footprint, GroupFootprint
 from hf_paged.capacity.lengths import LengthsError, read_lengths
 from hf_paged.capacity.planning import BlockFit, CapacityPlan, Fit, LengthsPlan, MemoryBudget, plan_capacity
 from hf_paged.capacity.probe import footprint_of, load_config
-from hf_paged.capacity.sizes import format_size, parse_size
+from hf_paged.sizes import format_size, parse_size
 
 __all__ = [
     "BlockFit",

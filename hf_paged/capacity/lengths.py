@@ -61,8 +61,8 @@ def read_lengths(
             )
             if missing := [name for name in (prompt_column, output_column) if name not in table.column_names]:
                 raise LengthsError(
-                    f"{path.name} has no column '{missing[0]}'; there are {', '.join(table.column_names)}. Name them "
-                    "with --prompt-column and --output-column."
+                    f"{path.name} has no column '{missing[0]}'; its columns are {', '.join(table.column_names)}. Name "
+                    "them with --prompt-column and --output-column."
                 )
             prompt, output = (
                 _lengths(list(table[name]), name, count_tokens) for name in (prompt_column, output_column)
@@ -86,7 +86,7 @@ def _lengths(values: list[Any], name: str, count_tokens: Callable[[list[str]], l
     if not values:
         raise LengthsError(f"Column '{name}' holds no values.")
     kinds = {type(value) for value in values}
-    if kinds <= {int, float} and all(value == int(value) >= 0 for value in values):
+    if kinds <= {int, float} and all(value >= 0 and value % 1 == 0 for value in values):
         return [int(value) for value in values]
     if kinds == {list}:
         return [len(value) for value in values]
@@ -95,6 +95,7 @@ def _lengths(values: list[Any], name: str, count_tokens: Callable[[list[str]], l
             raise LengthsError(f"Column '{name}' holds texts: say with --tokenizer what counts their tokens.")
         return count_tokens(values)
     if kinds <= {int, float}:
-        raise LengthsError(f"Column '{name}' holds numbers that are no lengths.")
+        row, value = next((i, v) for i, v in enumerate(values) if not v >= 0 or v % 1 != 0)
+        raise LengthsError(f"Column '{name}' holds {value} in its row {row}, which is no length.")
     names = ", ".join(sorted(kind.__name__ for kind in kinds))
     raise LengthsError(f"Column '{name}' must hold numbers of tokens, lists of token ids or texts, not {names}.")

@@ -10,6 +10,7 @@ import numpy as np
 
 from hf_paged.allocator import check_block_size
 from hf_paged.capacity.footprint import LARGEST_POOL, Footprint
+from hf_paged.sizes import format_size
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 QUANTILES = (50, 90, 99)
@@ -34,8 +35,8 @@ class MemoryBudget:
         rest = total_bytes - weight_bytes - overhead_bytes
         if rest <= 0:
             raise ValueError(
-                f"weights of {weight_bytes:,} bytes and {overhead_bytes:,} bytes for activations leave nothing of "
-                f"{total_bytes:,} bytes for keys and values"
+                f"weights of {format_size(weight_bytes)} and {format_size(overhead_bytes)} for activations leave "
+                f"nothing of {format_size(total_bytes)} for keys and values"
             )
         return cls(rest, total_bytes, weight_bytes, overhead_bytes)
 

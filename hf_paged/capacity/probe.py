@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from hf_paged.cache import PagedCache
 from hf_paged.capacity.footprint import Footprint, GroupFootprint
-from hf_paged.models import ModelLoadError, cache_keyword, quiet
+from hf_paged.models import ModelLoadError, beginning, cache_keyword, quiet
 from hf_paged.pool import LayerGroup
 
 IMPLEMENTATIONS = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
@@ -46,9 +46,8 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         with quiet(hub=False):
             return AutoConfig.from_pretrained(path if path.is_dir() else str(name_or_path), trust_remote_code=False)
     except Exception as error:  # whatever a config's class raises about values that are none of its kind
-        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])  # a field, and what is wrong
         raise ModelLoadError(
-            f"Cannot read the config of '{name_or_path}': {reason}\n"
+            f"Cannot read the config of '{name_or_path}': {beginning(error)}\n"
             "MODEL is a hub id (with network access), a folder with a config.json, or a JSON file with a config; "
             "--kv-bytes-per-token does without one."
         ) from error

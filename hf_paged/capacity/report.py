@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_paged.capacity.planning import CapacityPlan, Fit, LengthsPlan
-from hf_paged.capacity.sizes import format_size
+from hf_paged.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,7 @@ def print_plan(plan: CapacityPlan, console: Console, binary: bool = True) -> Non
 def _print_model(plan: CapacityPlan, console: Console, size: Callable[[float], str]) -> None:
     footprint, budget = plan.footprint, plan.budget
     if footprint.model is not None:
-        parameters = f"{footprint.parameters / 1e9:.3g} billion parameters, " if footprint.parameters else ""
+        parameters = f"{_short(footprint.parameters)} parameters, " if footprint.parameters else ""
         console.print(f"[bold]{escape(footprint.model)}[/], {parameters}{footprint.dtype}", highlight=False)
     if budget is not None:
         text = f"{size(budget.kv_bytes)} for keys and values"
@@ -120,7 +120,7 @@ def _print_lengths(plan: CapacityPlan, lengths: LengthsPlan, console: Console, s
     console.print(table, highlight=False)
     table = _table("", ("at a time", "reserved each", "requests"))
     for name, nbytes, fits in (
-        ("in blocks, on average while answers grow", lengths.running_bytes, lengths.running),
+        ("in blocks, at a random moment (long answers run longer)", lengths.running_bytes, lengths.running),
         ("  all at their last token", lengths.ended_bytes, lengths.ended),
         ("  worst case: all as long as the longest", lengths.longest_bytes, lengths.worst),
         (f"{plan.max_length:,} tokens reserved", plan.contiguous.bytes_per_request, plan.contiguous.requests),
@@ -137,6 +137,11 @@ def _print_lengths(plan: CapacityPlan, lengths: LengthsPlan, console: Console, s
 
 def _figures(fit: Fit, size: Callable[[float], str]) -> tuple[str, str, str]:
     return size(fit.bytes_per_request), f"{size(fit.waste_bytes)} ({fit.waste:.1%})", _count(fit.requests)
+
+
+def _short(parameters: int) -> str:
+    name, unit = next(((n, u) for n, u in (("billion", 1e9), ("million", 1e6)) if parameters >= u), ("thousand", 1e3))
+    return f"{parameters / unit:.3g} {name}"
 
 
 def _count(requests: int | None) -> str:

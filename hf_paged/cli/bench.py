@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import (
     BlockSizeOption,
     DeviceOption,
@@ -38,14 +38,19 @@ class Part(StrEnum):
 
 
 @app.command(
-    epilog="Examples:  `hf-paged bench --quick`   `hf-paged bench --only blocks --picture blocks.png`   "
-    "`hf-paged bench --only decode --points 8x2048`   `hf-paged bench --output bench.json`"
+    epilog=examples(
+        "hf-paged bench --quick",
+        "hf-paged bench --only blocks --picture blocks.png",
+        "hf-paged bench --only decode --points 8x2048",
+        "hf-paged bench --output bench.json",
+    )
 )
 def bench(
     model: ModelOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller measurements.")] = False,
     only: Annotated[
-        list[Part] | None, typer.Option(help="Measure this part only; may be repeated.", show_default="all parts")
+        list[Part] | None,
+        typer.Option(metavar="PART", help="Measure this part only; may be repeated.", show_default="all parts"),
     ] = None,
     points: Annotated[
         str | None,

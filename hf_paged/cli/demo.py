@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import (
     BlockSizeOption,
     DeviceOption,
@@ -20,8 +20,11 @@ from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
 
 @app.command(
-    epilog="Examples:  `hf-paged demo`   `hf-paged demo --stream --max-new-tokens 128`   "
-    "`hf-paged demo --model ./my-model --dtype bfloat16`"
+    epilog=examples(
+        "hf-paged demo",
+        "hf-paged demo --stream --max-new-tokens 128",
+        "hf-paged demo --model ./my-model --dtype bfloat16",
+    )
 )
 def demo(
     model: ModelOption = None,
@@ -47,7 +50,7 @@ def demo(
         from hf_paged.demo import DemoOptions, print_demo, run_demo, stream_answer
 
         options = DemoOptions(max_new_tokens=max_new_tokens, block_size=block_size, repeats=repeats)
-        loaded, tokenizer = load(model, dtype, device, progress)
+        loaded, tokenizer = load(model, dtype, device, progress, needs_tokenizer=True)
         if stream:
             progress.pause()
             stream_answer(loaded, tokenizer, options, file=typer.get_text_stream("stderr" if as_json else "stdout"))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import JsonOption
 from hf_paged.cli.running import mendable_errors, progress_line, show
 
 
 @app.command(
-    epilog="Examples:  `hf-paged doctor`   `hf-paged doctor --json`   `HF_PAGED_BACKEND=reference hf-paged doctor`"
+    epilog=examples(
+        "hf-paged doctor",
+        "hf-paged doctor --json",
+        "HF_PAGED_BACKEND=reference hf-paged doctor",
+    )
 )
 def doctor(as_json: JsonOption = False) -> None:
     """Check whether this machine is ready, in seconds.

@@ -7,14 +7,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import JsonOption
 from hf_paged.cli.running import CHECK_FAILED, mendable_errors, print_json, progress_line
 
 
 @app.command(
-    epilog="Examples:  `hf-paged kernels`   `hf-paged kernels --target sm_90 --markdown`   "
-    "`hf-paged kernels --all --faults`"
+    epilog=examples(
+        "hf-paged kernels",
+        "hf-paged kernels --target sm_90 --markdown",
+        "hf-paged kernels --all --faults",
+    )
 )
 def kernels(
     every: Annotated[

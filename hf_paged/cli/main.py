@@ -22,6 +22,11 @@ app = typer.Typer(
 )
 
 
+def examples(*commands: str) -> str:
+    """What the help of a command ends with."""
+    return "Examples:\n\n" + "\n\n".join(f"- `{command}`" for command in commands)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         from hf_paged import __version__

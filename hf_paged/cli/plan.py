@@ -9,17 +9,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import BlockSizeOption, DType, JsonOption, check_block_size, torch_dtype
 from hf_paged.cli.running import mendable_errors, print_json, progress_line
 
 
 @app.command(
-    epilog="Examples:  `hf-paged plan org/model --gpu-memory 80GiB`   "
-    "`hf-paged plan config.json --gpu-memory 24GiB --length 500 --max-length 8192`   "
-    "`hf-paged plan org/model --kv-memory 40GB --lengths requests.jsonl --prompt-column prompt --output-column answer "
-    "--tokenizer org/model`   "
-    "`hf-paged plan --kv-bytes-per-token 250KB --kv-memory 40GB --requests 50`"
+    epilog=examples(
+        "hf-paged plan org/model --gpu-memory 80GiB",
+        "hf-paged plan config.json --gpu-memory 24GiB --length 500 --max-length 8192",
+        "hf-paged plan org/model --kv-memory 40GB --lengths requests.jsonl --tokenizer org/model "
+        "--prompt-column prompt --output-column answer",
+        "hf-paged plan --kv-bytes-per-token 250KB --kv-memory 40GB --requests 50",
+    )
 )
 def plan(
     model: Annotated[
@@ -157,14 +159,8 @@ def _parse_overhead(text: str, total: int) -> int:
 
 
 def _token_counter(name: str) -> Callable[[list[str]], list[int]]:
-    from transformers import AutoTokenizer
+    from hf_paged.models import load_tokenizer, quiet
 
-    from hf_paged.models import ModelLoadError, quiet
-
-    try:
-        with quiet(hub=False):
-            tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelLoadError(f"Cannot load the tokenizer '{name}': {reason}") from error
+    with quiet(hub=False):
+        tokenizer = load_tokenizer(name)
     return lambda texts: [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_paged.cli.main import app
+from hf_paged.cli.main import app, examples
 from hf_paged.cli.options import (
     BlockSizeOption,
     DeviceOption,
@@ -20,8 +20,11 @@ from hf_paged.cli.running import load, mendable_errors, progress_line, show
 
 
 @app.command(
-    epilog="Examples:  `hf-paged soak`   `hf-paged soak --minutes 30 --seed 7`   "
-    "`hf-paged soak --model ./my-model --json`"
+    epilog=examples(
+        "hf-paged soak",
+        "hf-paged soak --minutes 30 --seed 7",
+        "hf-paged soak --model ./my-model --json",
+    )
 )
 def soak(
     model: ModelOption = None,

@@ -14,6 +14,7 @@ from hf_paged.pictures import colours
 from hf_paged.pictures.blocks import BlockMap, State, block_maps, block_tables
 from hf_paged.pictures.over_time import LAYERS, layers_of
 from hf_paged.pictures.text import MARKS, count, last_held, letter, mark
+from hf_paged.sizes import format_size
 
 if TYPE_CHECKING:
     from hf_paged.batching.batcher import ContinuousBatcher
@@ -54,14 +55,15 @@ _STYLE = (
 def html_of_cache(cache: PagedCache) -> str:
     stats = cache.stats()
     caption = (
-        f"{cache!r}: {stats.shared_blocks:,} shared, waste {stats.waste:.1%}; reserved {stats.reserved_bytes:,} B, "
-        f"in use {stats.used_bytes:,} B, tokens {stats.token_bytes:,} B"
+        f"{cache!r}: {stats.shared_blocks:,} shared, waste {stats.waste:.1%}; reserved "
+        f"{format_size(stats.reserved_bytes)}, in use {format_size(stats.used_bytes)}, tokens "
+        f"{format_size(stats.token_bytes)}"
     )
     return _whole(html.escape(caption), _maps(cache) + _tables(cache))
 
 
 def html_of_pool(pool: BlockPool) -> str:
-    return _whole(html.escape(f"{pool!r}: {pool.reserved_bytes:,} B reserved"), _maps(pool))
+    return _whole(html.escape(f"{pool!r}: {format_size(pool.reserved_bytes)} reserved"), _maps(pool))
 
 
 def html_of_batcher(batcher: ContinuousBatcher) -> str:
