@@ -76,9 +76,11 @@ def unpatch_generation(model: PreTrainedModel) -> None:
 
 def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: Any) -> Any:
     args, kwargs = _by_keyword(original, args, kwargs)
+    inputs = args[:1]
     cache = cache_of(kwargs) or _cache_for_assistant(model, kwargs)
-    if cache is not None and kwargs.get("cache") is None and cache_keyword(model) == "cache":
-        kwargs["cache"] = kwargs.pop("past_key_values")  # its old name, of which newer versions of transformers warn
+    if cache is not None and kwargs.get("cache") is None and _warns_of_old_name(model, original):
+        kwargs["cache"] = kwargs.pop("past_key_values")
+    said = {**kwargs, "args": args[1:]} if args[1:] else kwargs
     if cache is None:
         return _run(Call(None, False, False, tokenizer=kwargs.get("tokenizer")), original, *args, **kwargs)
     # Where candidates are drafted, or a loop of the user's own runs, the criteria's verdict is not about rows.
@@ -91,12 +93,12 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
         tokenizer=kwargs.get("tokenizer"),
     )
     try:
-        key = begin_kept(model, cache, *args, **kwargs)
-        check_prompt(model, cache, *args, **kwargs)
+        key = begin_kept(model, cache, *inputs, **said)
+        check_prompt(model, cache, *inputs, **said)
         cache.clear_finished()
         output = _run(call, original, *args, **kwargs)
         cache.clear_finished()
-        end_kept(model, cache, key, call.num_beams, output, *args, **kwargs)
+        end_kept(model, cache, key, call.num_beams, output, *inputs, **said)
         return output
     except BaseException:
         cache.leave_pass(failed=True)
@@ -106,14 +108,25 @@ def _generate(model: PreTrainedModel, original: Callable, *args: Any, **kwargs: 
 
 
 def _by_keyword(original: Callable, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a generate() call with all but the inputs by keyword."""
+    """The arguments of a generate() call with all but the inputs by keyword; as they are where their names are not
+    known, as for a generate() that takes `*args` (Granite Speech)."""
     if len(args) < 2:
         return args, kwargs
-    named = inspect.signature(original).bind(*args, **kwargs).arguments
-    extra = next((p.name for p in inspect.signature(original).parameters.values() if p.kind == p.VAR_KEYWORD), None)
-    named.update(named.pop(extra, {}))
+    signature = inspect.signature(original)
+    kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    unnamed = inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds
+    if unnamed or "self" in signature.parameters:  # the latter: a function that says that it is the class's method
+        return args, kwargs
+    named = signature.bind(*args, **kwargs).arguments
+    named.update(named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {}))
     first = next(iter(named))
     return (named.pop(first),), named
+
+
+def _warns_of_old_name(model: PreTrainedModel, original: Callable) -> bool:
+    """Whether this generate() warns of `past_key_values`, and takes it as `cache`. One that is not transformers' own
+    may read it under its old name."""
+    return cache_keyword(model) == "cache" and str(getattr(original, "__module__", "")).startswith("transformers.")
 
 
 def _cache_for_assistant(model: PreTrainedModel, kwargs: dict[str, Any]) -> PagedCache | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from helpers import (
 )
 from transformers import (
     DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -279,6 +282,53 @@ def test_the_old_name_of_the_cache_is_no_reason_to_warn() -> None:
     with paged_attention(model):
         model.generate(ids, attention_mask=mask, max_new_tokens=2, past_key_values=cache)
     assert cache.stats().tokens > 0
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["config-named", "config-by-position"])
+def test_a_model_with_any_arguments_in_its_generate(by_position: bool) -> None:
+    """As Granite Speech and Kyutai have."""
+    model = build_model("llama")
+    expected = generate_dynamic(model, *random_prompts([9, 9]), max_new_tokens=4)
+    taken = []
+
+    def generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        taken.append(len(args))
+        return LlamaForCausalLM.generate(self, *args, **kwargs)
+
+    model.__class__ = type("Own", (LlamaForCausalLM,), {"generate": generate, "__module__": __name__})
+    ids, config = random_prompts([9, 9])[0], GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=PAD)
+    cache = PagedCache(model.config, prefix_cache=True)
+    args, kwargs = ((ids, config), {}) if by_position else ((ids,), {"generation_config": config})
+    with paged_attention(model):
+        for given in ({}, {CACHE_ARGUMENT: cache}):
+            assert torch.equal(model.generate(*args, **given, **kwargs), expected)
+    assert taken == [len(args)] * 2 and cache.stats().tokens > 0
+    assert len(cache.pool.prefixes) == 0 or not by_position  # what they mean, only it knows
+
+
+def test_a_function_in_place_of_generate_that_has_the_signature_of_the_method() -> None:
+    model = build_model("llama")
+    expected = generate_dynamic(model, *random_prompts([9, 9]), max_new_tokens=4)
+    method = model.generate
+    model.generate = functools.wraps(LlamaForCausalLM.generate)(lambda *args, **kwargs: method(*args, **kwargs))
+    ids, config = random_prompts([9, 9])[0], GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=PAD)
+    with paged_attention(model):
+        assert torch.equal(model.generate(ids, config, **{CACHE_ARGUMENT: PagedCache(model.config)}), expected)
+
+
+def test_a_generate_of_the_users_own_reads_the_cache_under_the_name_that_it_has() -> None:
+    model = build_model("llama")
+    seen = []
+
+    def generate(self: PreTrainedModel, ids: torch.Tensor, past_key_values: Any = None, **kwargs: Any) -> Any:
+        seen.append(past_key_values)
+        return LlamaForCausalLM.generate(self, ids, **{CACHE_ARGUMENT: past_key_values}, **kwargs)
+
+    model.__class__ = type("Own", (LlamaForCausalLM,), {"generate": generate, "__module__": __name__})
+    cache = PagedCache(model.config)
+    with paged_attention(model):
+        model.generate(random_prompts([9, 9])[0], past_key_values=cache, max_new_tokens=2)
+    assert seen == [cache]
 
 
 def stored_lengths(ids: torch.Tensor, mask: torch.Tensor, output: torch.Tensor, eos: list[int]) -> list[int]:
