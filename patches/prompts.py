@@ -230,8 +230,7 @@ def _mask_of(model: PreTrainedModel, ids: Any, kwargs: dict[str, Any]) -> torch.
     mask = kwargs.get("attention_mask")
     if mask is not None or not isinstance(ids, torch.Tensor):
         return mask
-    config = kwargs.get("generation_config") or model.generation_config
-    pad = kwargs.get("pad_token_id", config.pad_token_id)
+    pad = _settings_of(model, kwargs).pad_token_id
     return None if pad is not None and (ids == pad).any() else torch.ones_like(ids)
 
 

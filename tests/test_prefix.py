@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     CACHE_ARGUMENT,
+    PAD,
     build_model,
     check_books,
     fed,
@@ -373,6 +374,21 @@ def test_changes_that_torch_does_not_count(change, between_turns: bool) -> None:
             tokens, _ = prefilled(model, ids, cache, max_new_tokens=6)
             assert torch.equal(tokens, model.generate(ids, use_cache=False, max_new_tokens=6, do_sample=False))
             cache.reset()
+
+
+def test_without_a_mask_padding_is_what_the_models_default_says() -> None:
+    model = build_model("llama")
+    model.generation_config.pad_token_id = PAD
+    ids = random_prompts([40])[0]
+    ids[:, :5] = PAD
+    config, ones = GenerationConfig(max_new_tokens=6, do_sample=False), torch.ones_like(ids)
+    expected = model.generate(ids, generation_config=config)
+    pool = BlockPool(num_blocks=200, prefix_cache=True)
+    with paged_attention(model):
+        for mask in ({"attention_mask": ones}, {}):  # the first keeps them as tokens
+            cache = {CACHE_ARGUMENT: PagedCache(model.config, pool=pool)}
+            tokens = model.generate(ids, generation_config=config, **mask, **cache)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "assistant", "mtp", "config", "positional config", "default"])
