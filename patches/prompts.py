@@ -161,7 +161,7 @@ def begin_kept(model: PreTrainedModel, cache: PagedCache, /, inputs: Any = None,
         return None
     if not seen[:, -1].all():  # what follows padding on the right stands at other positions than alone
         return None
-    if is_empty:
+    if is_empty and not _tells_of_prompt(model, kwargs):
         cache.prompts.adopt(key, tokens, seen)
     return key
 
@@ -240,20 +240,23 @@ _PLAIN = (
     | {"input_ids", "attention_mask"}
 )
 """Arguments of generate() on which keys and values do not depend, but through the tokens."""
-_TELLING = ("output_attentions", "output_hidden_states")  # what is told of a prompt must be computed
+
+
+def _tells_of_prompt(model: PreTrainedModel, kwargs: dict[str, Any]) -> bool:
+    """Whether a call tells more of a prompt than what follows it, so that all of it must be computed."""
+    settings = _settings_of(model, kwargs)
+    return any(getattr(settings, name, None) for name in ("output_attentions", "output_hidden_states"))
 
 
 def _depends_on_tokens_alone(model: PreTrainedModel, cache: PagedCache, kwargs: dict[str, Any]) -> bool:
     """Whether keys and values of a call follow from the tokens and the model's weights: not so with embeddings, images
     or positions of the user's, with frequencies that depend on the length, or while training."""
-    settings = _settings_of(model, kwargs)
     plain = all(value is None or value is cache or name in _PLAIN for name, value in kwargs.items())
     rope = str(getattr(model.config, "rope_parameters", None) or getattr(model.config, "rope_scaling", None))
     return (
         plain
         and any(kwargs.get(name) is cache for name in ("cache", "past_key_values"))
         and kwargs.get("custom_generate") is None
-        and not any(getattr(settings, name, None) for name in _TELLING)
         and not model.training
         and "longrope" not in rope
         and "dynamic" not in rope

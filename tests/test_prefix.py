@@ -312,6 +312,23 @@ def test_what_does_not_follow_from_the_tokens_alone_is_computed(what: str) -> No
     assert lengths[0] == 55 and torch.equal(tokens, expected)
 
 
+@pytest.mark.parametrize("told", ["output_hidden_states", "output_attentions"])
+def test_a_prompt_that_is_told_of_is_kept_and_another_may_follow(told: str) -> None:
+    model = build_model("llama")
+    ids, other = prompt(5, 1), random_prompts([40], seed=2)[0]
+    with paged_attention(model):
+        cache = PagedCache(model.config, num_blocks=60, prefix_cache=True)
+        options = {told: True, "return_dict_in_generate": True, "max_new_tokens": 3}
+        # At the first such call transformers hooks the layers for good, which might be what changes keys.
+        generate(model, ids, torch.ones_like(ids), PagedCache(model.config), **options)
+        output = generate(model, ids, torch.ones_like(ids), cache, **options)
+        assert len(output[told.removeprefix("output_")]) == 3
+        tokens, computed = prefilled(model, other, cache, max_new_tokens=3)
+        assert computed == 40
+        assert torch.equal(tokens, generate_dynamic(model, other, torch.ones_like(other), max_new_tokens=3))
+        assert prefilled(model, ids, cache, max_new_tokens=3)[1] == 55 - 48
+
+
 def test_hidden_tokens_are_not_kept() -> None:
     """What a token's keys and values are depends on which tokens before it were seen."""
     model = tiny_model("llama")
