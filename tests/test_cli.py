@@ -156,6 +156,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     check_writable(kept, "--output")
     check_writable(tmp_path / "new.json", "--output")
     assert kept.read_text() == "before" and not (tmp_path / "new.json").exists()
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "new.json")
+    check_writable(link, "--output")
+    assert link.is_symlink() and not (tmp_path / "new.json").exists()
     monkeypatch.setattr(Path, "open", cannot)
     result = runner.invoke(app, ["bench", "--output", str(tmp_path / "x.json")])
     assert result.exit_code == 2 and "cannot write" in result.stderr

@@ -43,7 +43,7 @@ def check_writable(path: Path, option: str) -> None:
     except OSError as error:
         raise typer.BadParameter(f"cannot write {path}: {error.strerror}", param_hint=f"'{option}'") from error
     if is_new:
-        path.unlink()
+        path.resolve().unlink()  # where it is a link, the link stays
 
 
 def torch_dtype(dtype: DType) -> Any:
