@@ -526,6 +526,20 @@ def test_a_cache_that_dies_while_the_pool_is_busy_gives_its_blocks_back_at_the_e
     allocator.check(table for tables in keeper._rows.tables for table in tables)
 
 
+def test_what_was_given_back_after_the_last_look_is_released_by_the_next_to_take_the_lock():
+    model = tiny_model("llama")
+    cache = PagedCache(model.config, num_blocks=4)
+    pool = cache.pool
+    feed(cache, 1, 20)
+    pool.lock.take_if_free = lambda: False  # somebody has it still, and has looked already
+    cache._rows.__del__()
+    cache._rows.tables = []
+    del pool.lock.take_if_free
+    assert pool.allocators[0].num_used == 2
+    with pool.lock:
+        assert pool.allocators[0].num_used == 0
+
+
 def test_blocks_of_a_cache_in_a_reference_cycle_are_found_when_they_are_needed():
     """As when an exception's traceback holds the variables of generate()."""
     model = tiny_model("llama")

@@ -230,6 +230,19 @@ def test_blocks_of_others_that_nobody_can_reach_are_found():
     assert s.pool.allocators[0].num_used == 2
 
 
+def test_blocks_that_nobody_can_reach_are_found_for_the_only_one_that_runs():
+    s = scheduler(num_blocks=4)
+    a = sequence(s, 8)
+    s.add(a)
+    assert advance(s) == [(a, 8)]
+    lost = Rows(s.pool, 1)
+    lost.tables, lost.itself = [[BlockTable()]], lost
+    s.pool.allocators[0].grow(lost.tables[0], [8])
+    del lost
+    assert advance(s) == [(a, 1)] and a.preemptions == 0
+    assert s.pool.allocators[0].num_used == 3
+
+
 def test_an_undone_step_has_stored_nothing():
     s = scheduler(num_blocks=16, groups=(FULL, WINDOW))
     a, b = sequence(s, 20, 0), sequence(s, 3, 1)
