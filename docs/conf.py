@@ -91,11 +91,12 @@ def describe_commands() -> Iterator[str]:
                 continue
             with command.make_context(name, [], parent=parent, resilient_parsing=True) as context:
                 usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
-                yield f"## {name}\n\n{command.help}\n\n```text\n{usage}\n```\n\n| | |\n|---|---|\n"
+                yield f"## {name}\n\n{command.help}\n\n```text\n{usage}\n```\n\n| option | |\n|---|---|\n"
                 for parameter in command.get_params(context):
                     if record := parameter.get_help_record(context):
                         option, text = (part.replace("|", "\\|") for part in record)
-                        yield f"| `{option.replace('<int range>', 'N').replace(' <str>', '')}` | {text} |\n"
+                        option = re.sub(r"<(int|float)( range)?>", "N", option).replace("<file>", "FILE")
+                        yield f"| `{re.sub(' <(str|bool)>', '', option)}` | {text} |\n"
                 examples = re.findall(r"`([^`]+)`", command.epilog or "")
                 yield "\n" + "\n".join(["Examples:\n\n```bash", *examples, "```\n\n"] if examples else [])
 

@@ -318,8 +318,8 @@ def print_demo(result: DemoResult, console: Console) -> None:
     if result.options.repeats > 1:
         low, high = result.speedup.quartiles
         note = (
-            f"Speed: medians of {result.options.repeats} alternating runs, quartiles of the ratio {low:.2f} and "
-            f"{high:.2f}. {note}"
+            f"Speed: medians of {result.options.repeats} alternating runs; the first ratio is the median of theirs, "
+            f"run by run, with quartiles {low:.2f} and {high:.2f}. {note}"
         )
     console.print(f"[dim]{note}[/]", highlight=False)
     if result.is_disturbed:

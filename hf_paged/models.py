@@ -143,6 +143,9 @@ def load_tokenizer(source: str | os.PathLike[str], **kwargs: object) -> PreTrain
     """
     from transformers import AutoTokenizer
 
+    folder = Path(source)
+    if folder.is_dir() and not any(folder.glob("*token*")):
+        raise ModelLoadError(f"Cannot load the tokenizer of '{source}': the folder holds none.")
     try:
         return AutoTokenizer.from_pretrained(source, **kwargs)
     except (OSError, ValueError, ImportError) as error:
@@ -152,7 +155,8 @@ def load_tokenizer(source: str | os.PathLike[str], **kwargs: object) -> PreTrain
 def beginning(error: BaseException) -> str:
     """The first lines of what an error says: transformers explains itself at length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2])
+    text = " ".join(lines[:2])
+    return f"{text[:-1]} …" if text[-1] in ",:" else text
 
 
 def _load(

@@ -9,6 +9,7 @@ left as it was.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
 import os
@@ -71,7 +72,12 @@ def stderr_of(notebook: nbformat.NotebookNode) -> str:
 
 
 def main(names: list[str]) -> int:
-    for path in map(Path, names or sorted(FOLDER.glob("*.ipynb"))):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebooks", nargs="*", type=Path, default=sorted(FOLDER.glob("*.ipynb")))
+    paths = parser.parse_args(names).notebooks
+    if missing := [str(path) for path in paths if not path.is_file()]:
+        parser.error(f"there is no notebook {missing[0]}")
+    for path in paths:
         began = time.perf_counter()
         notebook = run(path)
         if noise := stderr_of(notebook):

@@ -8,7 +8,7 @@ Two hooks and one wrapper go with it (see `generation.py`): a forward pass of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +44,15 @@ from hf_paged.step_cache import StepCache
 
 @dataclass
 class _Enabled:
-    """What `disable_paged_attention` puts back."""
+    """What `disable_paged_attention` puts back.
 
+    Attributes:
+        is_asked_for: the user has enabled the model, not only batchers that are open.
+        borrowers: these batchers. The model stays enabled until neither is left.
+    """
+
+    is_asked_for: bool = True
+    borrowers: int = 0
     implementations: list[tuple[PreTrainedConfig, Any]] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
     patched: PatchedModules = field(default_factory=PatchedModules)
@@ -88,6 +95,7 @@ def enable_paged_attention(
         for name in (EAGER_BECAUSE, GRAPHS):  # try again what could not be compiled
             vars(core).pop(name, None)
     if _STATE in vars(core):
+        vars(core)[_STATE].is_asked_for = True
         setattr(core, SHARES_PROMPTS, share_prompts)
         setattr(core, COMPILES, compile)
         return model
@@ -148,17 +156,41 @@ def paged_attention(
     `enable_paged_attention`."""
     core = find_model(model)
     had_packed_linears = has_packed_linears(model)
-    before = {name: vars(core).get(name) for name in (SHARES_PROMPTS, COMPILES)} if _STATE in vars(core) else None
+    state = vars(core).get(_STATE)
+    was_asked_for = state is not None and state.is_asked_for
+    before = None if state is None else {name: vars(core).get(name) for name in (SHARES_PROMPTS, COMPILES)}
     enable_paged_attention(model, share_prompts=share_prompts, compile=compile)
     try:
         yield model
     finally:
-        if before is None:
-            undo_enable(core)
-            if not had_packed_linears:
-                unpack_linears(model)
-        else:
-            vars(core).update(before)
+        if _STATE in vars(core):
+            vars(core).update(before or {})
+            vars(core)[_STATE].is_asked_for = was_asked_for
+            _undo_if_unused(core)
+        if not was_asked_for and not had_packed_linears:
+            unpack_linears(model)
+
+
+def borrow(core: PreTrainedModel) -> Callable[[], None]:
+    """Keep a transformers model enabled until the function that is returned is called, once."""
+    if _STATE not in vars(core):
+        enable_paged_attention(core)
+        vars(core)[_STATE].is_asked_for = False
+    state = vars(core)[_STATE]
+    state.borrowers += 1
+
+    def give_back() -> None:
+        state.borrowers -= 1
+        if vars(core).get(_STATE) is state:  # not undone meanwhile
+            _undo_if_unused(core)
+
+    return give_back
+
+
+def _undo_if_unused(core: PreTrainedModel) -> None:
+    state = vars(core)[_STATE]
+    if not state.is_asked_for and not state.borrowers:
+        undo_enable(core)
 
 
 def _outside_the_interface(core: PreTrainedModel, submodels: list[PreTrainedModel]) -> list[PreTrainedModel]:

@@ -32,7 +32,7 @@ MOST_WORKERS = 8  # each loads torch and transformers, which takes seconds and h
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes `-n auto` is: one a core for the whole suite, none but this one for a choice of tests."""
     options = config.option
-    is_choice = options.keyword or options.markexpr != "not slow" or getattr(options, "lf", False)
+    is_choice = options.keyword or options.markexpr not in ("not slow", "smoke") or getattr(options, "lf", False)
     if is_choice or options.capture == "no" or any("::" in name for name in config.args):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

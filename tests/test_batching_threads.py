@@ -20,12 +20,13 @@ from hf_paged import (
     ContinuousBatcher,
     QueueFullError,
     Request,
+    disable_paged_attention,
     enable_paged_attention,
     generate_many,
     iterate_many,
     paged_attention,
 )
-from hf_paged.batching import enabler
+from hf_paged.patches.enable import is_enabled
 from hf_paged.sweep.tiny import build
 from tests.batching_checks import alone, assert_all_free, assert_alone, prompts
 from tests.helpers import build_model, generate, tiny_model
@@ -507,6 +508,31 @@ def test_a_batcher_that_nobody_closes_leaves_the_model_as_it_was():
     assert model.config._attn_implementation == before
 
 
+def test_what_the_user_wants_of_a_model_outlives_a_batcher():
+    model = build_model("llama")
+    first, second = (ContinuousBatcher(model, num_blocks=16) for _ in range(2))
+    with paged_attention(model):
+        first.close()
+    assert is_enabled(model), "the second is open still"
+    second.close()
+    assert not is_enabled(model)
+    with ContinuousBatcher(model, num_blocks=16):
+        enable_paged_attention(model)
+    assert is_enabled(model)
+    with ContinuousBatcher(model, num_blocks=16):
+        disable_paged_attention(model)
+        enable_paged_attention(model)
+    assert is_enabled(model)
+    with ContinuousBatcher(model, num_blocks=16):
+        disable_paged_attention(model)
+    assert not is_enabled(model)
+    with paged_attention(model):
+        batcher = ContinuousBatcher(model, num_blocks=16)
+    assert batcher.submit([1, 2], max_new_tokens=2).result().tokens
+    batcher.close()
+    assert not is_enabled(model)
+
+
 def test_a_batcher_may_be_collected_while_another_is_made(monkeypatch):
     """The garbage collector runs when it likes, also while a model is being enabled."""
     old, new = build_model("llama"), build_model("llama")
@@ -518,7 +544,7 @@ def test_a_batcher_may_be_collected_while_another_is_made(monkeypatch):
         enable.append(model)
         return enable_paged_attention(model)
 
-    monkeypatch.setattr(enabler, "enable_paged_attention", collect)
+    monkeypatch.setattr("hf_paged.patches.enable.enable_paged_attention", collect)
     thread = threading.Thread(target=lambda: ContinuousBatcher(new, num_blocks=16).close(), daemon=True)
     thread.start()
     thread.join(20)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -347,18 +348,22 @@ def test_an_interrupted_bench_shows_what_it_has_measured(
 ) -> None:
     from hf_paged.bench import suite
 
-    def interrupted(*args: object, **kwargs: object) -> None:
+    measure_decode = suite.measure_decode
+
+    def interrupted(*args: object, **kwargs: object) -> Iterator[object]:
+        yield next(iter(measure_decode(*args, **kwargs)))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "measure_decode", interrupted)
     monkeypatch.setattr(suite, "measure_memory", lambda *args, **kwargs: pytest.fail("it went on"))
     output = tmp_path / "bench.json"
-    parts = ["--only", "prefill", "--only", "decode", "--only", "memory", "--points", "1x20", "--rounds", "1"]
+    parts = ["--only", "prefill", "--only", "decode", "--only", "memory", "--points", "1x20,2x20", "--rounds", "1"]
     result = runner.invoke(app, ["bench", "--model", str(tiny_llama_folder), *parts, "--output", str(output)])
     assert result.exit_code == 130, result.output
     assert "Reading prompts" in result.stdout and "decode broke off: interrupted" in result.stdout
     saved = json.loads(output.read_text())
-    assert saved["interrupted"] and len(saved["prefill"]) == 1 and not saved["passed"]
+    assert saved["interrupted"] and len(saved["prefill"]) == 2 and len(saved["decode"]) == 1
+    assert not saved["passed"]
 
 
 @pytest.mark.parametrize(

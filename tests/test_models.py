@@ -133,9 +133,8 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_serves_where_none_is_needed(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
     tiny_llama.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=f"Cannot load the tokenizer of '{tmp_path}': \\S") as caught:
+    with pytest.raises(ModelLoadError, match=f"Cannot load the tokenizer of '{tmp_path}': the folder holds none"):
         load_model(tmp_path)
-    assert not str(caught.value).endswith(": ")
     model, tokenizer = load_model(tmp_path, needs_tokenizer=False)
     assert tokenizer is None and model.generation_config.pad_token_id is not None
 

@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import ClassVar
 
 from transformers import PreTrainedModel
 
-from hf_paged.patches.enable import enable_paged_attention, is_enabled, undo_enable
+from hf_paged.patches.enable import borrow
 
 
 class Enabler:
-    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it.
+    """Keeps a model enabled until it is closed; the last of several on a model leaves it as the first has found it, or
+    as the user has wanted it since.
 
     The garbage collector may close one while this very thread has the lock. So whoever closes one hands it over, and
     whoever has the lock, or gets it, does the rest.
     """
 
-    _open: ClassVar[weakref.WeakKeyDictionary[PreTrainedModel, int]] = weakref.WeakKeyDictionary()
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _handed_over: ClassVar[deque[Enabler]] = deque()
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._give_back: Callable[[], None] | None = None
         try:
             with self._lock:
-                self._counts = model in self._open or not is_enabled(model)
-                enable_paged_attention(model)
-                if self._counts:
-                    self._open[model] = self._open.get(model, 0) + 1
+                self._give_back = borrow(model)
         finally:
             self._close_all()
 
@@ -49,9 +46,6 @@ class Enabler:
                 cls._lock.release()
 
     def _close(self) -> None:
-        if self._counts:
-            self._counts = False
-            self._open[self._model] -= 1
-            if not self._open[self._model]:
-                del self._open[self._model]
-                undo_enable(self._model)
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

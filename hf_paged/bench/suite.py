@@ -4,7 +4,7 @@ JSON."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -173,11 +173,11 @@ def run_suite(
     left_out: dict[str, str] = {}
     failures: dict[str, str] = {}
 
-    def measured(part: str, measure: Callable[[], Any], otherwise: Any = None) -> Any:
+    def measured(part: str, measure: Callable[[], Any]) -> Any:
         """What a part gave; a part that breaks off must not take the others with it, which may have taken an hour."""
         nonlocal is_interrupted
         if part not in options.parts or is_interrupted:
-            return otherwise
+            return None
         try:
             return measure()
         except NotImplementedError as error:
@@ -188,20 +188,30 @@ def run_suite(
         except KeyboardInterrupt:  # what took long until now is shown
             failures[part] = "interrupted; what comes after it was not measured"
             is_interrupted = True
-        return otherwise
+        return None
 
-    def compile_and_measure() -> tuple[CompiledResult, ...]:
+    def each(part: str, measure: Callable[[], Iterable[Any]]) -> tuple[Any, ...]:
+        """What a part gave one after the other, until it was done or broke off."""
+        results: list[Any] = []
+
+        def collect() -> None:
+            for result in measure():
+                results.append(result)  # one by one: what came before an error is kept
+
+        measured(part, collect)
+        return tuple(results)
+
+    def compile_and_measure() -> Iterator[CompiledResult]:
         nonlocal compiled_error
         try:
-            return tuple(measure_compiled(model, points, rounds=rounds, **common))
+            yield from measure_compiled(model, points, rounds=rounds, **common)
         except RuntimeError as error:  # no compiler here, or a model that cannot be compiled
             compiled_error = f"decode steps cannot be compiled: {_first_line(error)}"
-            return ()
 
-    def serve() -> tuple[BatchingResult, ...]:
+    def serve() -> Iterator[BatchingResult]:
         few = common | {"rounds": 1 if options.quick else options.rounds or 3}
         workloads = (QUICK,) if options.quick else (RAGGED_PROMPTS, RAGGED_ANSWERS)
-        return tuple(measure_batching(model, workload, **few) for workload in workloads)
+        return (measure_batching(model, workload, **few) for workload in workloads)
 
     def launch() -> Mapping[str, float | str]:
         say("launches of the Triton kernels")
@@ -218,16 +228,14 @@ def run_suite(
     few_points = options.points or (QUICK_BLOCK_POINTS if options.quick else BLOCK_POINTS)
     found: dict[str, Any] = {}
     if is_cpu:  # it calls the kernels for CPUs
-        found["attention"] = measured(
-            "attention", lambda: tuple(_measure_attention(model, points, block_size, say)), ()
-        )
-    found["prefill"] = measured("prefill", lambda: tuple(measure_prefill(model, points, rounds=rounds, **common)), ())
-    found["decode"] = measured("decode", lambda: tuple(measure_decode(model, points, rounds=rounds, **common)), ())
-    found["compiled"] = measured("compiled", compile_and_measure, ())
+        found["attention"] = each("attention", lambda: _measure_attention(model, points, block_size, say))
+    found["prefill"] = each("prefill", lambda: measure_prefill(model, points, rounds=rounds, **common))
+    found["decode"] = each("decode", lambda: measure_decode(model, points, rounds=rounds, **common))
+    found["compiled"] = each("compiled", compile_and_measure)
     found["memory"] = measured("memory", lambda: measure_memory(model, lengths, **common))
     found["beams"] = measured("beams", lambda: measure_beams(model, **common, **few_beams))
     if can_batch(model):
-        found["batching"] = measured("batching", serve, ())
+        found["batching"] = each("batching", serve)
         found["capacity"] = measured("capacity", lambda: measure_capacity(model, **common, **few_requests))
     else:
         refused = [part for part in ("batching", "capacity") if part in options.parts]

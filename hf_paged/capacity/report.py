@@ -121,8 +121,8 @@ def _print_lengths(plan: CapacityPlan, lengths: LengthsPlan, console: Console, s
     table = _table("", ("at a time", "reserved each", "requests"))
     for name, nbytes, fits in (
         ("in blocks, at a random moment (long answers run longer)", lengths.running_bytes, lengths.running),
-        ("  all at their last token", lengths.ended_bytes, lengths.ended),
-        ("  worst case: all as long as the longest", lengths.longest_bytes, lengths.worst),
+        ("the average request at its last token", lengths.ended_bytes, lengths.ended),
+        ("all as long as the longest", lengths.longest_bytes, lengths.worst),
         (f"{plan.max_length:,} tokens reserved", plan.contiguous.bytes_per_request, plan.contiguous.requests),
     ):
         table.add_row(name, size(nbytes), _count(fits))
