@@ -193,13 +193,15 @@ def test_a_large_pool_is_looked_at_quickly_and_locked_for_less(model):
             held.append(time.perf_counter() - held.pop())
             lock.__exit__()
 
-    pool.lock = Timed()
-    began = time.perf_counter()
-    (blocks,) = block_maps(cache)
-    taken, (locked,) = time.perf_counter() - began, held
+    pool.lock, shares = Timed(), []
+    for _ in range(3):  # other work on the machine may fall into one of them
+        held.clear()
+        began = time.perf_counter()
+        (blocks,) = block_maps(cache)
+        shares.append(held[0] / (time.perf_counter() - began))
     pool.lock = lock
     assert blocks.count(State.OWN) == 1_000_000 and blocks.owners[-1] == 499
-    assert locked < taken / 2
+    assert min(shares) < 0.5
     cache._rows.tables = []
 
 
