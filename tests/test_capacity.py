@@ -366,7 +366,7 @@ def test_lengths_are_read_from_numbers_ids_and_texts(rows: Path) -> None:
 
 
 def test_columns_that_give_no_lengths_are_named(rows: Path) -> None:
-    with pytest.raises(LengthsError, match=r"no column 'answer'; there are .*prompt_tokens"):
+    with pytest.raises(LengthsError, match=r"no column 'answer'; its columns are .*prompt_tokens"):
         read_lengths(rows, "prompt", "answer")
     with pytest.raises(LengthsError, match="holds texts: say with --tokenizer"):
         read_lengths(rows, "prompt", "ids")

@@ -131,7 +131,7 @@ def test_plan_reads_real_requests(tiny_llama_folder: Path, tmp_path: Path) -> No
     options += ["--output-column", "a", "--tokenizer", str(tiny_llama_folder)]
     shown = runner.invoke(app, options)
     assert shown.exit_code == 0, shown.output
-    assert "2 real requests" in shown.stdout and "worst case" in shown.stdout
+    assert "2 real requests" in shown.stdout and "all as long as the longest" in shown.stdout
     found = json.loads(runner.invoke(app, [*options, "--json"]).stdout)["lengths"]
     assert (found["count"], found["prompt"]["max"], found["output"]["max"], found["total"]["max"]) == (2, 3, 2, 4)
 
